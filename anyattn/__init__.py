@@ -1,0 +1,73 @@
+"""anyattn stands between an LLM inference engine and its accelerator.
+
+It says what machine this is, which attention kernels and KV-cache allocators are valid on it for the model at hand,
+picks the best, and drives them through one contract. Public names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anyattn.attention.backend import AttentionBackend as AttentionBackend
+    from anyattn.attention.batch import Batch as Batch
+    from anyattn.attention.capabilities import Capabilities as Capabilities
+    from anyattn.attention.merge import merge_states as merge_states
+    from anyattn.attention.runtime import AttentionRuntime as AttentionRuntime
+    from anyattn.attention.select import Selection as Selection
+    from anyattn.attention.select import select as select
+    from anyattn.attention.spec import AttentionSpec as AttentionSpec
+    from anyattn.errors import AnyattnError as AnyattnError
+    from anyattn.errors import ContractError as ContractError
+    from anyattn.errors import NoBackendError as NoBackendError
+    from anyattn.errors import NoDeviceError as NoDeviceError
+    from anyattn.errors import OutOfPagesError as OutOfPagesError
+    from anyattn.errors import PluginLoadError as PluginLoadError
+    from anyattn.errors import SpecError as SpecError
+    from anyattn.platforms.base import Platform as Platform
+    from anyattn.platforms.base import ProbeResult as ProbeResult
+    from anyattn.plugins.hookspecs import hookimpl as hookimpl
+    from anyattn.types import GraphLevel as GraphLevel
+    from anyattn.wiring import create_runtime as create_runtime
+    from anyattn.wiring import current_platform as current_platform
+    from anyattn.wiring import detect as detect
+
+_HOMES = {
+    "AnyattnError": "anyattn.errors",
+    "AttentionBackend": "anyattn.attention.backend",
+    "AttentionRuntime": "anyattn.attention.runtime",
+    "AttentionSpec": "anyattn.attention.spec",
+    "Batch": "anyattn.attention.batch",
+    "Capabilities": "anyattn.attention.capabilities",
+    "ContractError": "anyattn.errors",
+    "GraphLevel": "anyattn.types",
+    "NoBackendError": "anyattn.errors",
+    "NoDeviceError": "anyattn.errors",
+    "OutOfPagesError": "anyattn.errors",
+    "Platform": "anyattn.platforms.base",
+    "PluginLoadError": "anyattn.errors",
+    "ProbeResult": "anyattn.platforms.base",
+    "Selection": "anyattn.attention.select",
+    "SpecError": "anyattn.errors",
+    "create_runtime": "anyattn.wiring",
+    "current_platform": "anyattn.wiring",
+    "detect": "anyattn.wiring",
+    "hookimpl": "anyattn.plugins.hookspecs",
+    "merge_states": "anyattn.attention.merge",
+    "select": "anyattn.attention.select",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'anyattn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,1 @@
+"""The contract of attention backends, selection among them, and the portable backends."""

@@ -1,0 +1,218 @@
+"""What a backend can do, as data, and every reason why it cannot do what a spec asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from anyattn.attention.spec import AttentionSpec
+from anyattn.platforms.base import Platform
+from anyattn.types import ANY_INT, GraphLevel, IntSet, KVLayout, Phase, Reason, Role
+
+Priority = int | Callable[[Platform, AttentionSpec, Role], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """A backend's declaration. Refusal is the default: what is not declared is refused with a reason.
+
+    device_kinds: None means every kind.
+    archs: of those devices; None means every one.
+    features: instruction sets or units the device must have.
+    packages: what must be installed, as requirement strings ("flashinfer-python>=0.6"), and `extra` the extra of
+        anyattn that brings them.
+    head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
+        besides; `any_head_dim_pair`: all of them.
+    mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
+    group_sizes: query heads a KV head.
+    layouts: in order of preference; `preferred_page_size` likewise breaks the tie when nobody asked for a size.
+    contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
+    priority: higher is chosen first; a number, or a function of facts, spec and role.
+    """
+
+    device_kinds: frozenset[str] | None = None
+    archs: frozenset[str] | None = None
+    features: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+    dtypes: frozenset[str]
+    kv_dtypes: frozenset[str] = frozenset()
+    """Storage dtypes served besides the spec's own dtype."""
+    head_dims: IntSet | None = None
+    head_dim_pairs: frozenset[tuple[int, int]] = frozenset()
+    any_head_dim_pair: bool = False
+    mla_dims: frozenset[tuple[int, int]] = frozenset()
+    any_mla_dims: bool = False
+    group_sizes: IntSet = ANY_INT
+    page_sizes: IntSet
+    preferred_page_size: int | None = None
+    layouts: tuple[KVLayout, ...]
+    phases: frozenset[Phase]
+    causal: frozenset[bool] = frozenset({True})
+    sliding_window: bool = False
+    logits_soft_cap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    tree_mask: bool = False
+    lse: bool = False
+    graph: GraphLevel = GraphLevel.NEVER
+    deterministic: bool = False
+    contiguous_q: bool = False
+    priority: Priority = 0
+
+    def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role) -> int:
+        """The declared priority, evaluated."""
+        return self.priority if isinstance(self.priority, int) else self.priority(platform, spec, role)
+
+    def reject_reasons(
+        self,
+        spec: AttentionSpec,
+        platform: Platform,
+        role: Role,
+        *,
+        page_size: int | None = None,
+        layout: KVLayout | None = None,
+    ) -> list[Reason]:
+        """All reasons against this backend in this role, derived from the declaration; empty when it is valid.
+
+        page_size, layout: checked when given; otherwise selection still has to settle them.
+        """
+        return [
+            *self._device_reasons(platform),
+            *self._phase_reasons(spec, role),
+            *self._dtype_reasons(spec),
+            *self._head_reasons(spec),
+            *self._feature_reasons(spec),
+            *self._paging_reasons(page_size, layout),
+            *_unknown_field_reasons(spec),
+        ]
+
+    def _device_reasons(self, platform: Platform) -> Iterable[Reason]:
+        if self.device_kinds is not None and platform.kind not in self.device_kinds:
+            kinds = _names(self.device_kinds)
+            yield Reason(field="device_kind", wanted=platform.kind, supported=kinds, remedy=f"use a device: {kinds}")
+        elif self.archs is not None and platform.arch not in self.archs:
+            archs = _names(self.archs)
+            yield Reason(field="arch", wanted=platform.arch, supported=archs, remedy=f"use a device: {archs}")
+        if missing := self.features - platform.features:
+            needed = _names(self.features)
+            yield Reason(
+                field="features",
+                wanted=_names(missing),
+                supported=f"devices with {needed}",
+                remedy=f"use a device with {needed}",
+            )
+
+    def _phase_reasons(self, spec: AttentionSpec, role: Role) -> Iterable[Reason]:
+        wanted: set[Phase] = {"decode"} if role == "decode" else {"prefill", "mixed"}
+        if spec.tree_mask and role == "prefill":
+            wanted.add("verify")
+        if missing := wanted - self.phases:
+            yield Reason(
+                field="phase",
+                wanted=_names(missing),
+                supported=_names(self.phases),
+                remedy=f"name another backend for {role}: {role}_backend=...",
+            )
+
+    def _dtype_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+        if spec.dtype not in self.dtypes:
+            yield _replace_reason("dtype", spec.dtype, sorted(self.dtypes))
+        if spec.storage_dtype != spec.dtype and spec.storage_dtype not in self.kv_dtypes:
+            yield _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
+
+    def _head_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+        another = "name another backend: backend=..."
+        if spec.kv_lora_rank is not None and spec.qk_rope_head_dim is not None:
+            dims = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+            if not self.any_mla_dims and dims not in self.mla_dims:
+                supported = "; ".join(f"rank {rank} + rope {rope}" for rank, rope in sorted(self.mla_dims))
+                yield Reason(
+                    field="kv_lora_rank",
+                    wanted=f"MLA with rank {dims[0]} + rope {dims[1]}",
+                    supported=supported or "no MLA",
+                    remedy=another,
+                )
+        elif not self._serves_heads(spec.head_dim, spec.vo_head_dim):
+            pairs = [f"{qk} with values of {vo}" for qk, vo in sorted(self.head_dim_pairs)]
+            supported = "; ".join([*([str(self.head_dims)] if self.head_dims else []), *pairs])
+            wanted = str(spec.head_dim)
+            if spec.vo_head_dim != spec.head_dim:
+                wanted += f" with values of {spec.vo_head_dim}"
+            yield Reason(field="head_dim", wanted=wanted, supported=supported or "MLA only", remedy=another)
+        if spec.group_size not in self.group_sizes:
+            yield Reason(
+                field="num_qo_heads",
+                wanted=f"{spec.group_size} query heads for each KV head",
+                supported=str(self.group_sizes),
+                remedy=another,
+            )
+
+    def _serves_heads(self, qk: int, vo: int) -> bool:
+        if self.any_head_dim_pair or (qk, vo) in self.head_dim_pairs:
+            return True
+        return qk == vo and self.head_dims is not None and qk in self.head_dims
+
+    def _feature_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+        if spec.causal not in self.causal:
+            yield _replace_reason("causal", spec.causal, sorted(self.causal))
+        for name, supported in (
+            ("sliding_window", self.sliding_window),
+            ("logits_soft_cap", self.logits_soft_cap),
+            ("sinks", self.sinks),
+            ("alibi", self.alibi),
+            ("tree_mask", self.tree_mask),
+            ("return_lse", self.lse),
+            ("deterministic", self.deterministic),
+        ):
+            neutral = _NEUTRAL[name]
+            if getattr(spec, name) != neutral and not supported:
+                yield _replace_reason(name, getattr(spec, name), [neutral])
+        if spec.graph > self.graph:
+            supported_levels = [level.name.lower() for level in GraphLevel if level <= self.graph]
+            yield Reason(
+                field="graph",
+                wanted=spec.graph.name.lower(),
+                supported=", ".join(supported_levels),
+                remedy=f"set graph=GraphLevel.{self.graph.name}",
+            )
+
+    def _paging_reasons(self, page_size: int | None, layout: KVLayout | None) -> Iterable[Reason]:
+        if page_size is not None and page_size not in self.page_sizes:
+            yield Reason(
+                field="page_size",
+                wanted=str(page_size),
+                supported=str(self.page_sizes),
+                remedy=f"set page_size={self.page_sizes.example()}",
+            )
+        if layout is not None and layout not in self.layouts:
+            yield _replace_reason("layout", layout, self.layouts)
+
+
+_NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}
+
+
+def _unknown_field_reasons(spec: AttentionSpec) -> Iterable[Reason]:
+    """A spec of a later version or of an engine's own subclass may ask for what no declaration here knows."""
+    for field in dataclasses.fields(spec):
+        if field.name not in _NEUTRAL and getattr(spec, field.name) != field.default:
+            yield Reason(
+                field=field.name,
+                wanted=str(getattr(spec, field.name)),
+                supported=f"only {field.default!r}, as this field is not known here",
+                remedy=f"set {field.name}={field.default!r}",
+            )
+
+
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(sorted(values))
+
+
+def _replace_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:
+    return Reason(
+        field=field,
+        wanted=str(wanted),
+        supported=", ".join(map(str, supported)),
+        remedy=f"set {field}={supported[0]!r}",
+    )

@@ -1,0 +1,146 @@
+"""The oracle: attention written for reading, in float64, with every field of the spec, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
+from anyattn.lazy import lazy_import
+from anyattn.types import ANY_INT, DTYPE_BYTES, FP8_DTYPES, KV_LAYOUTS, PHASES, GraphLevel
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyattn.attention.batch import Batch
+    from anyattn.attention.spec import AttentionSpec
+    from anyattn.mem_cache.base import LayerKV
+else:
+    torch = lazy_import("torch")
+
+_SCORE_ELEMENTS = 1 << 24  # bounds the score matrix to 128 MiB of float64
+
+
+class ReferenceBackend(AttentionBackend):
+    """One sequence after the other, one score matrix a block of queries. Slow and right."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        dtypes=frozenset(DTYPE_BYTES) - FP8_DTYPES,
+        kv_dtypes=frozenset(DTYPE_BYTES),
+        any_head_dim_pair=True,
+        any_mla_dims=True,
+        page_sizes=ANY_INT,
+        layouts=KV_LAYOUTS,
+        phases=frozenset(PHASES),
+        causal=frozenset({True, False}),
+        sliding_window=True,
+        logits_soft_cap=True,
+        sinks=True,
+        alibi=True,
+        tree_mask=True,
+        lse=True,
+        graph=GraphLevel.NEVER,
+        deterministic=True,
+        priority=0,
+    )
+
+    def plan(self, batch: Batch) -> Batch:
+        return batch
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        plan: Any,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        batch: Batch = plan
+        k_pages, v_pages = kv.nhd()
+        lses = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for i in range(batch.num_seqs):
+            rows = slice(int(batch.host.qo_indptr[i]), int(batch.host.qo_indptr[i + 1]))
+            pages = batch.kv_indices[int(batch.host.kv_indptr[i]) : int(batch.host.kv_indptr[i + 1])]
+            length = int(batch.host.kv_lens[i])
+            out[rows], lses[rows] = reference_attention(
+                self.spec,
+                q[rows],
+                k_pages[pages].flatten(0, 1)[:length].double() * kv.k_scale,
+                v_pages[pages].flatten(0, 1)[:length].double() * kv.v_scale,
+                tree_mask=None if batch.tree_masks is None else batch.tree_masks[i],
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+            )
+        return lses if self.spec.return_lse else None
+
+
+def visible(
+    spec: AttentionSpec, num_queries: int, num_keys: int, device: Any, tree_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Which keys each of a sequence's last `num_queries` tokens sees: [num_queries, num_keys], bool."""
+    key = torch.arange(num_keys, device=device)
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    if spec.causal:
+        seen &= key <= query
+    if spec.sliding_window is not None:
+        seen &= key > query - spec.sliding_window
+    if tree_mask is not None:
+        seen[:, num_keys - num_queries :] = tree_mask
+    return seen
+
+
+def reference_attention(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence's new tokens against all of its tokens, in float64.
+
+    q: [num_queries, num_qo_heads, head_dim], the sequence's last tokens. k: [num_keys, num_kv_heads, head_dim].
+    v: [num_keys, num_kv_heads, vo_head_dim]. sinks, alibi_slopes: [num_qo_heads].
+    Returns output [num_queries, num_qo_heads, vo_head_dim] and LSE [num_queries, num_qo_heads], both float64.
+    """
+    seen = visible(spec, q.shape[0], k.shape[0], q.device, tree_mask)
+    step = max(_SCORE_ELEMENTS // max(spec.num_qo_heads * k.shape[0], 1), 1)
+    outs, lses = [], []
+    for start in range(0, max(q.shape[0], 1), step):
+        block = slice(start, start + step)
+        first = k.shape[0] - q.shape[0] + start
+        out, lse = _attend(spec, q[block].double(), k.double(), v.double(), seen[block], first, sinks, alibi_slopes)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    first_position: int,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k = k.repeat_interleave(spec.group_size, dim=1)  # head h reads KV head h // group_size
+    v = v.repeat_interleave(spec.group_size, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+    if alibi_slopes is not None:
+        key = torch.arange(k.shape[0], device=q.device)
+        query = torch.arange(first_position, first_position + q.shape[0], device=q.device)
+        scores = scores + alibi_slopes.double()[:, None, None] * (key - query[:, None])
+    scores = scores.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)  # [heads, queries]
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
+    weights = torch.exp(scores - torch.where(total.isneginf(), 0.0, total)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.T

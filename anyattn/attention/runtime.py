@@ -1,0 +1,254 @@
+"""The object an engine drives: sequences, steps and layers over one paged KV cache on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from anyattn.attention.batch import Batch, checked_tree_masks
+from anyattn.errors import ContractError
+from anyattn.lazy import lazy_import
+from anyattn.types import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyattn.attention.hybrid import HybridBackend, PlannedStep
+    from anyattn.attention.select import Selection
+    from anyattn.attention.spec import AttentionSpec
+    from anyattn.mem_cache.base import KVPool
+    from anyattn.mem_cache.page_table import PageTable
+else:
+    torch = lazy_import("torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """One step, planned: made by `AttentionRuntime.plan`, used by `run` for every layer.
+
+    steps: for each distinct spec of the layers.
+    """
+
+    runtime: AttentionRuntime
+    batch: Batch
+    steps: tuple[PlannedStep, ...]
+    num_frees: int
+
+
+class AttentionRuntime:
+    """Made by `anyattn.create_runtime`.
+
+    layer_specs: one for each layer; all of them fit one KV cache.
+    selections: what was chosen for each distinct spec.
+    pool: where the KV bytes are. table: which pages each sequence owns.
+    """
+
+    def __init__(
+        self,
+        layer_specs: Sequence[AttentionSpec],
+        selections: Mapping[AttentionSpec, Selection],
+        backends: Mapping[AttentionSpec, HybridBackend],
+        pool: KVPool,
+        table: PageTable,
+    ) -> None:
+        self.layer_specs = tuple(layer_specs)
+        self.selections = tuple(selections.values())
+        self.pool = pool
+        self.table = table
+        self.device = torch.device(self.selection.platform.torch_device)
+        self._backends = tuple(backends[spec] for spec in selections)
+        groups = {spec: group for group, spec in enumerate(selections)}
+        self._group = [groups[spec] for spec in self.layer_specs]
+        self._up_projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._dtype: torch.dtype = getattr(torch, self.layer_specs[0].dtype)
+
+    @property
+    def selection(self) -> Selection:
+        """What was chosen for the first layer; `selections` has every distinct spec's."""
+        return self.selections[0]
+
+    def new_sequences(self, count: int) -> list[int]:
+        """Handles of `count` new, empty sequences."""
+        return self.table.new_sequences(count)
+
+    def extend(
+        self,
+        seqs: Sequence[int],
+        num_new_tokens: Sequence[int],
+        *,
+        tree_masks: Sequence[torch.Tensor | None] | None = None,
+    ) -> Batch:
+        """Reserves slots for new tokens, which may be none, and builds the step's metadata. Decode extends by one.
+
+        tree_masks: for each sequence None or [num_new, num_new], bool: row i sees new token j; needs
+            `spec.tree_mask`.
+
+        Raises ContractError for freed or repeated sequences, negative counts and masks that do not fit,
+        OutOfPagesError when pages are short; nothing has changed then.
+        """
+        checked = None
+        if tree_masks is not None:
+            if not all(spec.tree_mask for spec in self.layer_specs):
+                raise ContractError("tree_masks need a runtime whose spec has tree_mask=True.")
+            checked = checked_tree_masks(tree_masks, num_new_tokens, self.device)
+        return Batch.from_view(self.table.extend(seqs, num_new_tokens), self.device, checked)
+
+    def plan(self, batch: Batch) -> Plan:
+        """The step's host work, once for all layers. Raises ContractError when a sequence of it has been freed."""
+        self.table.require_alive(batch.host.seqs)
+        return Plan(
+            runtime=self,
+            batch=batch,
+            steps=tuple(backend.plan(batch) for backend in self._backends),
+            num_frees=self.table.num_frees,
+        )
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        """Stores one layer's new keys and values, then attends.
+
+        q: [num_tokens, num_qo_heads, head_dim]; with `bind_mla`, [num_tokens, num_qo_heads, qk_nope + qk_rope].
+        k: [num_tokens, num_kv_heads, head_dim]; for MLA [num_tokens, kv_lora_rank + qk_rope_head_dim].
+        v: [num_tokens, num_kv_heads, v_head_dim]; for MLA None.
+        sinks, alibi_slopes: [num_qo_heads], when and only when the spec asks for them.
+        out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous; a new tensor otherwise.
+
+        q, k and v may have any strides. Returns the output, and with spec.return_lse a pair of it and the LSE,
+        [num_tokens, num_qo_heads], float32, natural log.
+
+        Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
+        sequence of the plan has been freed.
+        """
+        self._check_plan(layer, plan)
+        spec = self.layer_specs[layer]
+        bound = self._up_projections.get(layer)
+        self._check_inputs(spec, q, k, v, plan.batch, bound is not None)
+        sinks = _per_head("sinks", sinks, spec.sinks, spec, self.device)
+        alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
+        shape = (plan.batch.num_tokens, spec.num_qo_heads, spec.vo_head_dim)
+        v_shape = shape if bound is None else (*shape[:2], bound[1].shape[-1])
+        if out is not None:
+            _check_tensor("out", out, v_shape, self._dtype, self.device)
+            if not out.is_contiguous():
+                raise ContractError("out must be contiguous.")
+        self.pool.store(layer, k, v, plan.batch.out_slots)
+        if bound is not None:
+            q = _absorb(q, bound[0])
+        step = plan.steps[self._group[layer]]
+        if q.stride(-1) != 1 or (step.backend.capabilities.contiguous_q and not q.is_contiguous()):
+            q = q.contiguous()
+        attended = out if out is not None and bound is None else q.new_empty(shape)
+        lse = step.backend.run(
+            q, self.pool.layers[layer], step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes
+        )
+        if bound is not None:
+            expanded = torch.einsum("thr,hrv->thv", attended, bound[1])
+            attended = expanded if out is None else out.copy_(expanded)
+        return (attended, lse) if spec.return_lse else attended
+
+    def bind_mla(self, layer: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
+        """Gives one MLA layer its up-projections; `run` then takes q before absorption and returns heads of v_head_dim.
+
+        w_uk: [num_qo_heads, qk_nope_head_dim, kv_lora_rank]. w_uv: [num_qo_heads, kv_lora_rank, v_head_dim].
+        Both spec.dtype. With a layer's kv_b_proj weight as [num_qo_heads, qk_nope + v, kv_lora_rank], w_uk is its
+        first qk_nope rows of each head, w_uv the transpose of the others.
+        """
+        self._check_layer(layer)
+        spec = self.layer_specs[layer]
+        if spec.qk_nope_head_dim is None or spec.v_head_dim is None:
+            raise ContractError("bind_mla needs a spec with qk_nope_head_dim and v_head_dim: AttentionSpec.mla(...).")
+        rank = spec.vo_head_dim
+        _check_tensor("w_uk", w_uk, (spec.num_qo_heads, spec.qk_nope_head_dim, rank), self._dtype, self.device)
+        _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
+        self._up_projections[layer] = (w_uk, w_uv)
+
+    def free(self, seqs: Sequence[int]) -> None:
+        """Ends sequences and gives their pages back; their handles and the plans that hold them are then refused."""
+        self.table.free(seqs)
+
+    def explain(self) -> str:
+        """What was chosen for each distinct spec, and why not the others."""
+        return "\n\n".join(selection.explain() for selection in self.selections)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < len(self.layer_specs):
+            raise ContractError(f"layer must be 0 to {len(self.layer_specs) - 1}, not {layer}.")
+
+    def _check_plan(self, layer: int, plan: Plan) -> None:
+        self._check_layer(layer)
+        if plan.runtime is not self:
+            raise ContractError("the plan is another runtime's: plan the batch with this one.")
+        if plan.num_frees != self.table.num_frees:
+            self.table.require_alive(plan.batch.host.seqs)
+
+    def _check_inputs(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        batch: Batch,
+        bound: bool,
+    ) -> None:
+        tokens = batch.num_tokens
+        q_dim = spec.head_dim
+        if bound:
+            q_dim = (spec.qk_nope_head_dim or 0) + (spec.qk_rope_head_dim or 0)
+        _check_tensor("q", q, (tokens, spec.num_qo_heads, q_dim), self._dtype, self.device)
+        if spec.is_mla:
+            _check_tensor("k", k, (tokens, spec.head_dim), self._dtype, self.device)
+            if v is not None:
+                raise ContractError("v must be None for MLA: the values are the latent part of k.")
+        else:
+            _check_tensor("k", k, (tokens, spec.num_kv_heads, spec.head_dim), self._dtype, self.device)
+            _check_tensor("v", v, (tokens, spec.num_kv_heads, spec.vo_head_dim), self._dtype, self.device)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or (v is not None and v.requires_grad)):
+            raise ContractError("anyattn computes no gradients: call run under torch.no_grad().")
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor is None:
+        raise ContractError(f"{name} must be a tensor {list(shape)}, not None.")
+    if tensor.shape != shape:
+        raise ContractError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
+    if tensor.dtype != dtype:
+        raise ContractError(f"{name} must be {dtype_name(dtype)}, not {dtype_name(tensor.dtype)}.")
+    if tensor.device != device:
+        raise ContractError(f"{name} must be on {device}, not on {tensor.device}.")
+
+
+def _per_head(
+    name: str, values: torch.Tensor | None, wanted: bool, spec: AttentionSpec, device: torch.device
+) -> torch.Tensor | None:
+    """sinks or ALiBi slopes as backends take them: float32."""
+    if values is None and not wanted:
+        return None
+    if values is None:
+        raise ContractError(f"the spec asks for {name}: pass one number for each of {spec.num_qo_heads} heads to run.")
+    if not wanted:
+        raise ContractError(f"{name} were passed to run, and the spec does not ask for them.")
+    if values.shape != (spec.num_qo_heads,) or not values.is_floating_point():
+        raise ContractError(f"{name} must be [{spec.num_qo_heads}] numbers, not {list(values.shape)} {values.dtype}.")
+    if values.device != device:
+        raise ContractError(f"{name} must be on {device}, not on {values.device}.")
+    return values.detach().float()
+
+
+def _absorb(q: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """q before absorption, [num_tokens, num_qo_heads, nope + rope], as [num_tokens, num_qo_heads, rank + rope]."""
+    nope = w_uk.shape[1]
+    latent = torch.einsum("thn,hnr->thr", q[..., :nope], w_uk)
+    return torch.cat([latent, q[..., nope:]], dim=-1)

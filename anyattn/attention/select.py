@@ -1,0 +1,336 @@
+"""Which backends serve a spec on a device: a pure function of facts and declarations, so it runs on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.spec import AttentionSpec
+from anyattn.errors import NoBackendError
+from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
+from anyattn.platforms.base import Platform
+from anyattn.types import ROLES, KVLayout, Reason, Role
+
+_USUAL_PAGE_SIZES = (16, 64, 32, 128, 256, 1, 2, 4, 8, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCandidate:
+    """A backend as selection sees it. missing: what is not installed here, as reasons."""
+
+    name: str
+    distribution: str
+    capabilities: Capabilities
+    missing: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Everything there is to choose from."""
+
+    backends: Sequence[BackendCandidate]
+    allocators: Mapping[str, AllocatorCapabilities]
+    pools: Mapping[str, PoolCapabilities]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """What the user asked for by name or number; None leaves it to selection. Asked for and invalid is an error."""
+
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    allocator: str | None = None
+    pool: str | None = None
+    page_size: int | None = None
+    layout: KVLayout | None = None
+
+    def backend(self, role: Role) -> str | None:
+        """The backend asked for in this role."""
+        return self.prefill_backend if role == "prefill" else self.decode_backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one candidate in one role. No reasons: it is valid."""
+
+    name: str
+    distribution: str
+    role: Role
+    priority: int
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The choice, and the trace of every candidate that led to it."""
+
+    spec: AttentionSpec
+    platform: Platform
+    prefill: str
+    decode: str
+    page_size: int
+    layout: KVLayout
+    allocator: str
+    pool: str
+    preference: Preference
+    verdicts: tuple[Verdict, ...] = field(repr=False)
+
+    def backend(self, role: Role) -> str:
+        """The backend chosen for a role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def explain(self) -> str:
+        """What was chosen, and why not the others."""
+        lines = [
+            f"spec      {self.spec}",
+            f"device    {self.platform}",
+            *(f"{role:<9} {self.backend(role)}: {self._why(role)}" for role in ROLES),
+            f"paging    page size {self.page_size}, layout {self.layout}, "
+            f"allocator {self.allocator}, pool {self.pool}",
+        ]
+        others = [
+            (name, text)
+            for name in sorted({verdict.name for verdict in self.verdicts})
+            if (text := self._why_not(name)) is not None
+        ]
+        if others:
+            lines.append("not chosen")
+            lines += [f"  {name}: {text}" for name, text in others]
+        return "\n".join(lines)
+
+    def _verdicts(self, name: str) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.name == name]
+
+    def _why(self, role: Role) -> str:
+        chosen = next(v for v in self._verdicts(self.backend(role)) if v.role == role)
+        origin = f"from {chosen.distribution}"
+        if self.preference.backend(role) is not None:
+            return f"asked for by name, {origin}"
+        valid = sum(not v.reasons for v in self.verdicts if v.role == role)
+        return f"priority {chosen.priority}, {origin}, {valid} valid"
+
+    def _why_not(self, name: str) -> str | None:
+        """None when the backend fills a role."""
+        if name in (self.prefill, self.decode):
+            return None
+        texts = []
+        for verdict in self._verdicts(name):
+            chosen = self.backend(verdict.role)
+            if verdict.reasons:
+                texts.append("; ".join(map(str, verdict.reasons)))
+            elif self.preference.backend(verdict.role) is not None:
+                texts.append(f"valid, but {chosen} was asked for")
+            else:
+                texts.append(f"valid, with priority {verdict.priority}")
+        same = len(set(texts)) == 1
+        return texts[0] if same else " | ".join(f"{role}: {text}" for role, text in zip(ROLES, texts, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice and the trace as JSON values."""
+        return {
+            "spec": self.spec.to_json(),
+            "device": self.platform.to_json(),
+            "choice": {
+                "prefill": self.prefill,
+                "decode": self.decode,
+                "page_size": self.page_size,
+                "layout": self.layout,
+                "allocator": self.allocator,
+                "pool": self.pool,
+            },
+            "backends": [verdict_json(verdict) for verdict in self.verdicts],
+        }
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """One verdict as JSON values."""
+    return {
+        "name": verdict.name,
+        "distribution": verdict.distribution,
+        "role": verdict.role,
+        "priority": verdict.priority,
+        "valid": not verdict.reasons,
+        "reasons": [
+            {"field": r.field, "wanted": r.wanted, "supported": r.supported, "remedy": r.remedy}
+            for r in verdict.reasons
+        ],
+    }
+
+
+def judge(
+    spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference
+) -> tuple[Verdict, ...]:
+    """Every backend in every role, valid or not, with all reasons; by role, then priority, then name."""
+    verdicts = [
+        Verdict(
+            name=candidate.name,
+            distribution=candidate.distribution,
+            role=role,
+            priority=candidate.capabilities.priority_for(platform, spec, role),
+            reasons=(
+                *candidate.missing,
+                *candidate.capabilities.reject_reasons(
+                    spec, platform, role, page_size=preference.page_size, layout=preference.layout
+                ),
+            ),
+        )
+        for role in ROLES
+        for candidate in candidates.backends
+    ]
+    return tuple(sorted(verdicts, key=lambda v: (ROLES.index(v.role), -v.priority, v.name)))
+
+
+def select(
+    spec: AttentionSpec,
+    platform: Platform,
+    candidates: Candidates,
+    preference: Preference | None = None,
+) -> Selection:
+    """The best valid pair of a prefill and a decode backend that agree on page size and layout, with their pool.
+
+    Among valid backends the highest priority wins, then the name that sorts first; the order of the candidates never
+    matters. Decode's priority counts before prefill's, as most steps of most engines are decodes.
+
+    Raises NoBackendError, with all reasons, when no pair is valid or what was asked for by name is not.
+    """
+    preference = preference or Preference()
+    verdicts = judge(spec, platform, candidates, preference)
+    capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
+    chosen: dict[Role, list[str]] = {}
+    for role in ROLES:
+        valid = [verdict.name for verdict in verdicts if verdict.role == role and not verdict.reasons]
+        wanted = preference.backend(role)
+        if not valid or (wanted is not None and wanted not in valid):
+            raise NoBackendError(_refusal(spec, platform, role, wanted, verdicts))
+        chosen[role] = valid if wanted is None else [wanted]
+    pools = _valid_pools(spec, platform, candidates, preference)
+    allocators = _valid_allocators(platform, candidates, preference)
+    for decode, prefill in product(chosen["decode"], chosen["prefill"]):
+        pair = (capabilities[decode], capabilities[prefill])
+        for page_size, layout in _agreements(pair, preference):
+            pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
+            allocator = next((n for n in allocators if page_size in candidates.allocators[n].page_sizes), None)
+            if pool is not None and allocator is not None:
+                return Selection(
+                    spec=spec,
+                    platform=platform,
+                    prefill=prefill,
+                    decode=decode,
+                    page_size=page_size,
+                    layout=layout,
+                    allocator=allocator,
+                    pool=pool,
+                    preference=preference,
+                    verdicts=verdicts,
+                )
+    raise NoBackendError(
+        f"No prefill and decode backend for [{spec}] on {platform} agree on page size and layout with a pool and an "
+        f"allocator: prefill {', '.join(chosen['prefill'])}; decode {', '.join(chosen['decode'])}; "
+        f"pools {', '.join(pools)}; allocators {', '.join(allocators)}. Give another page_size or backend."
+    )
+
+
+def select_layers(
+    layer_specs: Sequence[AttentionSpec],
+    platform: Platform,
+    candidates: Candidates,
+    preference: Preference | None = None,
+) -> dict[AttentionSpec, Selection]:
+    """A selection for each distinct spec, in order of appearance, all agreeing on the one pool that they share.
+
+    Raises NoBackendError as `select` does.
+    """
+    preference = preference or Preference()
+    specs = list(dict.fromkeys(layer_specs))
+    free = [select(spec, platform, candidates, preference) for spec in specs]
+    for choice in free:
+        pinned = replace(
+            preference,
+            page_size=choice.page_size,
+            layout=choice.layout,
+            allocator=choice.allocator,
+            pool=choice.pool,
+        )
+        try:
+            agreed = [select(spec, platform, candidates, pinned) for spec in specs]
+        except NoBackendError:
+            continue
+        return dict(zip(specs, agreed, strict=True))
+    choices = "; ".join(f"page size {s.page_size}, layout {s.layout} for [{s.spec}]" for s in free)
+    raise NoBackendError(f"The layers' specs agree on no page size and layout: {choices}. Give a page_size.")
+
+
+def _agreements(
+    pair: tuple[Capabilities, Capabilities], preference: Preference
+) -> Iterator[tuple[int, KVLayout]]:
+    """Page sizes and layouts that both serve, best first."""
+    preferred = [c.preferred_page_size for c in pair if c.preferred_page_size is not None]
+    listed = sorted(size for c in pair if c.page_sizes.values is not None for size in c.page_sizes.values)
+    smallest = [c.page_sizes.example() for c in pair]
+    sizes = [*preferred, *_USUAL_PAGE_SIZES, *listed, *smallest]
+    if preference.page_size is not None:
+        sizes = [preference.page_size]
+    layouts = [layout for layout in pair[0].layouts if layout in pair[1].layouts]
+    if preference.layout is not None:
+        layouts = [layout for layout in layouts if layout == preference.layout]
+    for size in dict.fromkeys(sizes):
+        if all(size in c.page_sizes for c in pair):
+            for layout in layouts:
+                yield size, layout
+
+
+def _valid_pools(
+    spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference
+) -> list[str]:
+    reasons = {
+        name: pool.reject_reasons(platform.kind, mla=spec.is_mla, kv_dtype=spec.storage_dtype)
+        for name, pool in candidates.pools.items()
+    }
+    priorities = {name: pool.priority for name, pool in candidates.pools.items()}
+    return _named_or_best("KV pool", preference.pool, reasons, priorities)
+
+
+def _valid_allocators(platform: Platform, candidates: Candidates, preference: Preference) -> list[str]:
+    reasons = {
+        name: allocator.reject_reasons(platform.kind, preference.page_size)
+        for name, allocator in candidates.allocators.items()
+    }
+    priorities = {name: allocator.priority for name, allocator in candidates.allocators.items()}
+    return _named_or_best("KV allocator", preference.allocator, reasons, priorities)
+
+
+def _named_or_best(
+    what: str, wanted: str | None, reasons: Mapping[str, list[Reason]], priorities: Mapping[str, int]
+) -> list[str]:
+    """Valid names, best first; only the wanted one where there is one. Raises NoBackendError when none is left."""
+    valid = sorted((name for name in reasons if not reasons[name]), key=lambda name: (-priorities[name], name))
+    if wanted is None and valid:
+        return valid
+    if wanted in valid:
+        return [wanted]
+    asked = f"{what} {wanted!r} was asked for and is not valid here" if wanted else f"No {what} is valid here"
+    every = "; ".join(f"{name} ({'; '.join(map(str, reasons[name])) or 'valid'})" for name in sorted(reasons))
+    raise NoBackendError(f"{asked}. There are: {every or 'none'}.")
+
+
+def _refusal(
+    spec: AttentionSpec, platform: Platform, role: Role, wanted: str | None, verdicts: Sequence[Verdict]
+) -> str:
+    in_role = [verdict for verdict in verdicts if verdict.role == role]
+    valid = [verdict.name for verdict in in_role if not verdict.reasons]
+    if wanted is None:
+        head = f"No attention backend can serve {role} of [{spec}] on {platform}."
+        shown = in_role
+    elif wanted not in {verdict.name for verdict in in_role}:
+        names = ", ".join(sorted(verdict.name for verdict in in_role))
+        head = f"There is no attention backend named {wanted!r}: there are {names}."
+        shown = []
+    else:
+        head = f"Attention backend {wanted!r} was asked for and cannot serve {role} of [{spec}] on {platform}."
+        shown = [verdict for verdict in in_role if verdict.name == wanted]
+    lines = [f"  {verdict.name}: {'; '.join(map(str, verdict.reasons))}" for verdict in shown]
+    tail = f"Valid here: {', '.join(valid)}." if valid else "`anyattn backends` shows every backend with its reasons."
+    return "\n".join([head, *lines, tail])

@@ -1,0 +1,198 @@
+"""What attention a model's layers compute: the question that selection answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from anyattn.errors import SpecError
+from anyattn.mem_cache.spec import CacheSpec
+from anyattn.types import DTYPE_BYTES, FP8_DTYPES, GraphLevel, KVLayout, dtype_name
+
+_KV_DTYPES = ("auto", *DTYPE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One kind of attention layer, as data. MHA, GQA and MQA by head counts; for MLA use `AttentionSpec.mla`.
+
+    Every field that asks for a feature has a neutral default. A backend that does not know a field refuses the
+    spec unless the field holds its default, so a field added later is never silently ignored.
+
+    num_qo_heads, num_kv_heads: heads on this device, after tensor parallelism.
+    head_dim: elements of one query and key head.
+    v_head_dim: elements of one value and output head, where they differ from `head_dim`. For MLA: elements of one
+        value head after the up-projection, wanted for `bind_mla` only.
+    dtype: of q, k, v and the output; a name or a torch dtype.
+    kv_dtype: of the cache; "auto" is `dtype`.
+    sm_scale: what scores are multiplied with; None is 1/sqrt(head_dim).
+    causal: position p sees [0, p], aligned bottom-right; otherwise every token of the sequence.
+    sliding_window: W sees (p - W, p], the token itself counted.
+    logits_soft_cap: c maps scaled scores s to c * tanh(s / c).
+    sinks: `run` takes one logit a head that joins the softmax's denominator (it changes the output, not the LSE).
+    alibi: `run` takes one slope a head; slope * (key position - query position) is added to the scores.
+    tree_mask: batches may bring a mask among a sequence's new tokens (verification of speculated token trees).
+    return_lse: `run` also returns log(sum(exp(scores))), natural, float32, [num_tokens, num_qo_heads].
+    graph: the batches for which a captured device graph must stay valid.
+    deterministic: a row's bits do not depend on the other sequences of its batch.
+    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim: MLA's latent rank and parts of the query head.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    kv_dtype: str = "auto"
+    sm_scale: float | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    tree_mask: bool = False
+    return_lse: bool = False
+    graph: GraphLevel = GraphLevel.NEVER
+    deterministic: bool = False
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    qk_nope_head_dim: int | None = None
+
+    @classmethod
+    def mla(
+        cls, *, num_qo_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, sm_scale: float, **fields: Any
+    ) -> AttentionSpec:
+        """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in its absorbed form.
+
+        q is [num_tokens, num_qo_heads, kv_lora_rank + qk_rope_head_dim], latent part first; k is
+        [num_tokens, kv_lora_rank + qk_rope_head_dim]; v is None; the output's heads have kv_lora_rank elements.
+        `sm_scale` must be given: it follows from the head size before absorption, which need not be in the spec.
+        """
+        return cls(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=1,
+            head_dim=kv_lora_rank + qk_rope_head_dim,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            sm_scale=sm_scale,
+            **fields,
+        )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
+        self._check_sizes()
+        self._check_dtypes()
+        self._check_masks()
+        if self.kv_lora_rank is None:
+            if self.qk_rope_head_dim is not None or self.qk_nope_head_dim is not None:
+                raise SpecError("qk_rope_head_dim and qk_nope_head_dim belong to MLA: use AttentionSpec.mla(...).")
+        else:
+            self._check_mla(self.kv_lora_rank)
+
+    def _check_sizes(self) -> None:
+        optional = ("v_head_dim", "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(f"{name} must be a positive integer, not {value!r}.")
+        if self.num_qo_heads % self.num_kv_heads:
+            raise SpecError(
+                f"num_qo_heads must be a multiple of num_kv_heads: {self.num_qo_heads} and {self.num_kv_heads} given."
+            )
+        for name in ("sm_scale", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SpecError(f"{name} must be positive and finite, or None: {value!r} given.")
+
+    def _check_dtypes(self) -> None:
+        if self.dtype not in DTYPE_BYTES or self.dtype in FP8_DTYPES:
+            computing = [name for name in DTYPE_BYTES if name not in FP8_DTYPES]
+            raise SpecError(f"dtype must be one of {', '.join(computing)}, not {self.dtype!r}.")
+        if self.kv_dtype not in _KV_DTYPES:
+            raise SpecError(f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {self.kv_dtype!r}.")
+        if self.kv_dtype == self.dtype:  # one name for one thing, so that equal specs compare equal
+            object.__setattr__(self, "kv_dtype", "auto")
+
+    def _check_masks(self) -> None:
+        if self.sliding_window is not None and not self.causal:
+            raise SpecError("sliding_window needs causal=True: it reaches back from the token, (p - W, p].")
+        if self.tree_mask and not self.causal:
+            raise SpecError("tree_mask needs causal=True: it thins out what a causal mask would let a token see.")
+        if self.tree_mask and (self.sliding_window is not None or self.alibi):
+            raise SpecError(
+                "tree_mask cannot be joined with sliding_window or alibi: a tree's tokens lie in the cache in an "
+                "order that is not their position."
+            )
+
+    def _check_mla(self, kv_lora_rank: int) -> None:
+        if self.num_kv_heads != 1 or self.qk_rope_head_dim is None or self.sm_scale is None:
+            raise SpecError("MLA has one KV head, a qk_rope_head_dim and an sm_scale: use AttentionSpec.mla(...).")
+        if self.head_dim != kv_lora_rank + self.qk_rope_head_dim:
+            raise SpecError(
+                f"head_dim must be kv_lora_rank + qk_rope_head_dim = {kv_lora_rank + self.qk_rope_head_dim} for MLA, "
+                f"not {self.head_dim}."
+            )
+        if (self.qk_nope_head_dim is None) != (self.v_head_dim is None):
+            raise SpecError("qk_nope_head_dim and v_head_dim must be given together: bind_mla needs both.")
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether k holds latents that also serve as values."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def vo_head_dim(self) -> int:
+        """Elements of a value and output head as the backend computes it; kv_lora_rank for MLA."""
+        return self.kv_lora_rank or self.v_head_dim or self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """sm_scale, its default filled in."""
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+    @property
+    def storage_dtype(self) -> str:
+        """kv_dtype, "auto" filled in."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    def replace(self, **fields: Any) -> AttentionSpec:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **fields)
+
+    def cache_spec(self, *, num_layers: int, page_size: int, layout: KVLayout) -> CacheSpec:
+        """The KV cache that `num_layers` such layers need."""
+        return CacheSpec(
+            num_layers=num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.vo_head_dim,
+            kv_dtype=self.storage_dtype,
+            page_size=page_size,
+            layout=layout,
+            mla=self.is_mla,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["graph"] = self.graph.name.lower()
+        return fields
+
+    def __str__(self) -> str:
+        shown = [f"{self.num_qo_heads}/{self.num_kv_heads} heads of {self.head_dim}", self.dtype]
+        for field in dataclasses.fields(self):
+            if field.name not in ("num_qo_heads", "num_kv_heads", "head_dim", "dtype"):
+                value = getattr(self, field.name)
+                if value != field.default:
+                    shown.append(f"{field.name}={value.name.lower() if field.name == 'graph' else value}")
+        return ", ".join(shown)

@@ -1,0 +1,1 @@
+"""NVIDIA's and its ecosystem's kernels."""

@@ -1,0 +1,1 @@
+"""Real engines that drive anyattn."""

@@ -1,0 +1,1 @@
+"""Where KV bytes live: cache spec, pools, allocators and page tables. Imports only `types`, `errors` and `lazy`."""

@@ -1,0 +1,68 @@
+"""What a platform is to the rest of anyattn: one device's facts as frozen data, and what a probe returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from anyattn.types import GraphLevel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """One device as it was found: facts, never opinions. Unknown facts are None or empty."""
+
+    kind: str
+    """Device family, the first part of what backends declare: cpu, cuda, rocm, ascend, xpu, ..."""
+    vendor: str
+    name: str
+    arch: str
+    """The vendor's name of the instruction set or generation: sm90, gfx942, x86_64, aarch64, ..."""
+    torch_device: str
+    """What torch calls it: "cpu", "cuda:0", ..."""
+    index: int = 0
+    """Position among the devices of this kind that the process may see."""
+    features: frozenset[str] = frozenset()
+    """Instruction sets or units that kernels may need: avx2, avx512_bf16, amx_bf16, ..."""
+    compute_capability: tuple[int, int] | None = None
+    uuid: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    """Free when the probe looked; None when it could not be told."""
+    num_cores: int | None = None
+    """Physical cores of a CPU, multiprocessors or the vendor's equivalent of an accelerator."""
+    num_threads: int | None = None
+    """Logical CPUs that this process may run on; None for accelerators."""
+    driver_version: str | None = None
+    runtime_version: str | None = None
+    """Version of the vendor runtime that the installed torch was built for, where there is one."""
+    collective: str = "gloo"
+    """torch.distributed backend for this kind."""
+    graph: GraphLevel = GraphLevel.NEVER
+    """The most that a device graph can do on this kind of device."""
+    triton: bool = False
+    """Whether Triton has a compiler for this device (not whether it is installed)."""
+    problems: tuple[str, ...] = ()
+    """Why the torch that is installed here cannot drive the device; empty when nothing speaks against it."""
+
+    def __str__(self) -> str:
+        return f"{self.torch_device} ({self.name}, {self.arch})"
+
+    def to_json(self) -> dict[str, Any]:
+        """All facts as JSON values."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        facts["features"] = sorted(self.features)
+        facts["graph"] = self.graph.name.lower()
+        facts["problems"] = list(self.problems)
+        if self.compute_capability is not None:
+            facts["compute_capability"] = list(self.compute_capability)
+        return facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """What one probe found: its devices, and in words what kept it from finding out more."""
+
+    devices: tuple[Platform, ...] = ()
+    problems: tuple[str, ...] = ()

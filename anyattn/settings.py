@@ -1,0 +1,62 @@
+"""The environment variables that anyattn reads, in one place. Arguments beat them. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anyattn.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment asks for; None where it asks for nothing.
+
+    platform: ANYATTN_PLATFORM, a device kind ("cpu", "cuda") or torch device ("cuda:1").
+    prefill_backend, decode_backend: ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND, else both from
+        ANYATTN_ATTENTION_BACKEND.
+    page_size: ANYATTN_PAGE_SIZE, tokens.
+    plugins: ANYATTN_PLUGINS, names of entry points that may be loaded, separated by commas; empty for none of them.
+    strict: ANYATTN_STRICT=1, a plugin that fails to load raises instead of being reported.
+    debug: ANYATTN_DEBUG=1, the page table proves its books after every change.
+    """
+
+    platform: str | None = None
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    page_size: int | None = None
+    plugins: frozenset[str] | None = None
+    strict: bool = False
+    debug: bool = False
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Raises SpecError for a value that means nothing."""
+        both = environ.get("ANYATTN_ATTENTION_BACKEND") or None
+        plugins = environ.get("ANYATTN_PLUGINS")
+        return cls(
+            platform=environ.get("ANYATTN_PLATFORM") or None,
+            prefill_backend=environ.get("ANYATTN_PREFILL_BACKEND") or both,
+            decode_backend=environ.get("ANYATTN_DECODE_BACKEND") or both,
+            page_size=_positive_int(environ, "ANYATTN_PAGE_SIZE"),
+            plugins=None if plugins is None else frozenset(filter(None, map(str.strip, plugins.split(",")))),
+            strict=_flag(environ, "ANYATTN_STRICT"),
+            debug=_flag(environ, "ANYATTN_DEBUG"),
+        )
+
+
+def _positive_int(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError(f"{name} must be a positive integer, not {text!r}.")
+    return int(text)
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "0")
+    if text not in ("", "0", "1"):
+        raise SpecError(f"{name} must be 0 or 1, not {text!r}.")
+    return text == "1"

@@ -1,0 +1,108 @@
+"""Names, constants and small values that every room shares. Standard library only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Literal
+
+CONTRACT_VERSION = 1
+"""What a plugin states it was written for; raised when what was written for an older version no longer works."""
+
+NULL_PAGE = 0
+"""Never allocated: padding points at it, and whatever it holds reaches no result."""
+
+Phase = Literal["prefill", "decode", "mixed", "verify"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "verify")
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+"""What a runtime fills with a backend: `decode` serves batches of one query token each, `prefill` all others."""
+
+KVLayout = Literal["NHD", "HND"]
+KV_LAYOUTS: tuple[KVLayout, ...] = ("NHD", "HND")
+"""Order within a page: NHD is [page_size, num_kv_heads, head_dim], HND is [num_kv_heads, page_size, head_dim]."""
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""The dtypes the contract knows, by torch's names, and the size of one element in bytes."""
+
+FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
+
+
+class GraphLevel(enum.IntEnum):
+    """For which batches a device graph captured once may be replayed with other lengths."""
+
+    NEVER = 0
+    DECODE = 1
+    """Batches of one query token for each sequence."""
+    UNIFORM = 2
+    """Batches with the same number of query tokens for each sequence."""
+    ALWAYS = 3
+
+
+def dtype_name(dtype: Any) -> str:
+    """`torch.bfloat16` or `"bfloat16"` as `"bfloat16"`; names that the contract does not know pass unchanged."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntSet:
+    """A set of positive integers written as data: either listed, or bounds with a step.
+
+    values: the members, or None for every multiple of `multiple_of` from `minimum` to `maximum`.
+    """
+
+    values: frozenset[int] | None = None
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1
+
+    def __contains__(self, number: int) -> bool:
+        if self.values is not None:
+            return number in self.values
+        return (
+            number >= self.minimum
+            and (self.maximum is None or number <= self.maximum)
+            and number % self.multiple_of == 0
+        )
+
+    def __str__(self) -> str:
+        if self.values is not None:
+            return ", ".join(map(str, sorted(self.values))) or "none"
+        upper = "any" if self.maximum is None and self.minimum <= 1 else f"{self.minimum} or more"
+        text = upper if self.maximum is None else f"{self.minimum} to {self.maximum}"
+        return text if self.multiple_of == 1 else f"{text}, in multiples of {self.multiple_of}"
+
+    def example(self) -> int:
+        """The smallest member, for remedies."""
+        if self.values is not None:
+            return min(self.values)
+        return -(-self.minimum // self.multiple_of) * self.multiple_of
+
+
+ANY_INT = IntSet()
+
+
+def ints(*values: int) -> IntSet:
+    """The set of just these integers."""
+    return IntSet(values=frozenset(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a candidate was refused: the field, what was wanted, what it supports, and what to do about it."""
+
+    field: str
+    wanted: str
+    supported: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: wanted {self.wanted}, supported {self.supported}; {self.remedy}"

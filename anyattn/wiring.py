@@ -1,0 +1,211 @@
+"""Where the rooms meet: plugins give probes and candidates, selection picks, and a runtime is put together.
+
+This is the only file that imports every room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.hybrid import HybridBackend
+from anyattn.attention.runtime import AttentionRuntime
+from anyattn.attention.select import BackendCandidate, Candidates, Preference, Selection, select_layers
+from anyattn.attention.spec import AttentionSpec
+from anyattn.errors import NoDeviceError, SpecError
+from anyattn.mem_cache.base import KVAllocator, KVPool
+from anyattn.mem_cache.page_table import PageTable
+from anyattn.platforms.base import Platform, ProbeResult
+from anyattn.plugins.manager import Offer, PluginManager
+from anyattn.plugins.requirements import missing_packages
+from anyattn.settings import Settings
+from anyattn.types import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """Every device that was found, accelerators first, and in words what kept a probe from finding out more."""
+
+    devices: tuple[Platform, ...]
+    problems: tuple[str, ...]
+
+
+def plugin_manager(settings: Settings | None = None) -> PluginManager:
+    """The plugins that the settings allow."""
+    settings = settings or Settings.from_env()
+    return PluginManager(allow=settings.plugins, strict=settings.strict)
+
+
+def detect(plugins: PluginManager | None = None) -> Detection:
+    """Runs every platform probe. Starts no device context, and no probe takes another down."""
+    plugins = plugins or plugin_manager()
+    devices: list[Platform] = []
+    problems: list[str] = []
+    for offer in plugins.platforms().values():
+        probe = plugins.load(offer)
+        if probe is None:
+            continue
+        try:
+            result = probe()
+            if not isinstance(result, ProbeResult):
+                raise TypeError(f"it returned {type(result).__name__}, not ProbeResult")
+        except Exception as error:
+            plugins.report(f"the {offer.name} probe of {offer.distribution} failed: {type(error).__name__}: {error}")
+            continue
+        devices += result.devices
+        problems += result.problems
+    return Detection(devices=tuple(devices), problems=tuple(problems))
+
+
+def current_platform(settings: Settings | None = None, plugins: PluginManager | None = None) -> Platform:
+    """The device to use: the one asked for (ANYATTN_PLATFORM), otherwise the first that torch can drive here.
+
+    Raises NoDeviceError when that is not found or cannot be driven.
+    """
+    settings = settings or Settings.from_env()
+    return choose_device(detect(plugins or plugin_manager(settings)), settings.platform)
+
+
+def choose_device(detection: Detection, wanted: str | None) -> Platform:
+    """wanted: a device kind or a torch device; None for the first usable device.
+
+    Raises NoDeviceError when there is none, with what was found.
+    """
+    found = "; ".join(f"{d} ({'; '.join(d.problems) or 'usable'})" for d in detection.devices) or "nothing"
+    matching = [d for d in detection.devices if wanted is None or wanted in (d.kind, d.torch_device)]
+    usable = [device for device in matching if not device.problems]
+    if usable:
+        return usable[0]
+    asked = f"No device {wanted!r} can be used here" if wanted else "No device can be used here"
+    raise NoDeviceError(f"{asked}. Found: {found}. {' '.join(detection.problems)}".rstrip())
+
+
+def candidates(plugins: PluginManager) -> Candidates:
+    """What the plugins offer, with what is missing here for each backend."""
+    backends = []
+    for offer in plugins.attention_backends().values():
+        backend = _load_class(plugins, offer, AttentionBackend)
+        if backend is not None:
+            backends.append(
+                BackendCandidate(
+                    name=offer.name,
+                    distribution=offer.distribution,
+                    capabilities=backend.capabilities,
+                    missing=missing_packages(backend.capabilities.packages, backend.capabilities.extra),
+                )
+            )
+    return Candidates(
+        backends=backends,
+        allocators={
+            offer.name: allocator.capabilities
+            for offer in plugins.kv_allocators().values()
+            if (allocator := _load_class(plugins, offer, KVAllocator)) is not None
+        },
+        pools={
+            offer.name: pool.capabilities
+            for offer in plugins.kv_pools().values()
+            if (pool := _load_class(plugins, offer, KVPool)) is not None
+        },
+    )
+
+
+def create_runtime(
+    spec: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    num_layers: int | None = None,
+    num_pages: int,
+    device: str | Platform | None = None,
+    backend: str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    allocator: str | None = None,
+    pool: str | None = None,
+    page_size: int | None = None,
+    layout: KVLayout | None = None,
+) -> AttentionRuntime:
+    """Detect, select, allocate: everything an engine needs to attend on this machine.
+
+    spec: of all layers, with `num_layers`; or one for each layer. Layers may differ in masks and features, and share
+        one KV cache.
+    num_pages: pages that sequences can own; the pool holds one more, the null page.
+    device: a kind ("cuda"), a torch device ("cuda:1") or a platform; by default ANYATTN_PLATFORM, then the first
+        usable device.
+    backend: for both roles, or `prefill_backend` and `decode_backend`; by default ANYATTN_ATTENTION_BACKEND,
+        ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND, then the best valid ones. Arguments beat the environment.
+    page_size: tokens; by default ANYATTN_PAGE_SIZE, then what the chosen backends prefer.
+    layout, allocator, pool: by default the best valid ones.
+
+    Raises SpecError, NoDeviceError, NoBackendError (with all reasons) or PluginLoadError.
+    """
+    settings = Settings.from_env()
+    plugins = plugin_manager(settings)
+    layer_specs = _layer_specs(spec, num_layers)
+    platform = device
+    if not isinstance(platform, Platform):
+        platform = choose_device(detect(plugins), platform or settings.platform)
+    preference = Preference(
+        prefill_backend=prefill_backend or backend or settings.prefill_backend,
+        decode_backend=decode_backend or backend or settings.decode_backend,
+        allocator=allocator,
+        pool=pool,
+        page_size=settings.page_size if page_size is None else page_size,
+        layout=layout,
+    )
+    selections = select_layers(layer_specs, platform, candidates(plugins), preference)
+    return _assemble(layer_specs, selections, plugins, num_pages, debug=settings.debug)
+
+
+def _assemble(
+    layer_specs: Sequence[AttentionSpec],
+    selections: dict[AttentionSpec, Selection],
+    plugins: PluginManager,
+    num_pages: int,
+    *,
+    debug: bool,
+) -> AttentionRuntime:
+    first = next(iter(selections.values()))
+    cache = first.spec.cache_spec(num_layers=len(layer_specs), page_size=first.page_size, layout=first.layout)
+    offers = plugins.attention_backends()
+    backends = {}
+    for spec, selection in selections.items():
+        prefill = offers[selection.prefill].load()(spec, cache, selection.platform)
+        decode = prefill
+        if selection.decode != selection.prefill:
+            decode = offers[selection.decode].load()(spec, cache, selection.platform)
+        backends[spec] = HybridBackend(prefill, decode)
+    pages: KVAllocator = plugins.kv_allocators()[first.allocator].load()(num_pages, first.page_size)
+    pool: KVPool = plugins.kv_pools()[first.pool].load()(cache, num_pages, first.platform.torch_device)
+    return AttentionRuntime(layer_specs, selections, backends, pool, PageTable(pages, first.page_size, debug=debug))
+
+
+def _layer_specs(spec: AttentionSpec | Sequence[AttentionSpec], num_layers: int | None) -> tuple[AttentionSpec, ...]:
+    if isinstance(spec, AttentionSpec):
+        if num_layers is None or num_layers < 1:
+            raise SpecError(f"num_layers must be at least 1 with one spec for all layers, not {num_layers}.")
+        return (spec,) * num_layers
+    specs = tuple(spec)
+    if not specs or num_layers not in (None, len(specs)):
+        raise SpecError(f"{len(specs)} specs were given for {num_layers} layers: give one for each layer.")
+    caches = {s.cache_spec(num_layers=1, page_size=1, layout="NHD") for s in specs}
+    if len(caches) > 1 or len({s.dtype for s in specs}) > 1:
+        raise SpecError("layers that share a KV cache must have the same KV heads, head dims and dtypes.")
+    return specs
+
+
+def _load_class(plugins: PluginManager, offer: Offer, base: type[Any]) -> Any | None:
+    """The offered class; None, and a problem, when it cannot be loaded or is not what the hook promises."""
+    loaded = plugins.load(offer)
+    if loaded is None:
+        return None
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        plugins.report(f"{offer.name!r} of {offer.distribution}: {offer.target} is no subclass of {base.__name__}.")
+        return None
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        plugins.report(f"{offer.name!r} of {offer.distribution} lacks {', '.join(missing)} of {base.__name__}.")
+        return None
+    if not hasattr(loaded, "capabilities"):
+        plugins.report(f"{offer.name!r} of {offer.distribution} declares no capabilities.")
+        return None
+    return loaded
