@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache import indices
 from anyattn.types import Phase, dtype_name
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
     import torch
 
     from anyattn.mem_cache.page_table import StepView
 else:
+    np = lazy_import("numpy")
     torch = lazy_import("torch")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -241,11 +242,15 @@ def select_layers(
 ) -> dict[AttentionSpec, Selection]:
     """A selection for each distinct spec, in order of appearance, all agreeing on the one pool that they share.
 
+    Where their own first choices differ in page size or layout, the one that lets the others keep the higher
+    priorities is taken.
+
     Raises NoBackendError as `select` does.
     """
     preference = preference or Preference()
     specs = list(dict.fromkeys(layer_specs))
     free = [select(spec, platform, candidates, preference) for spec in specs]
+    agreements = []
     for choice in free:
         pinned = replace(
             preference,
@@ -254,13 +259,17 @@ def select_layers(
             allocator=choice.allocator,
             pool=choice.pool,
         )
-        try:
-            agreed = [select(spec, platform, candidates, pinned) for spec in specs]
-        except NoBackendError:
-            continue
-        return dict(zip(specs, agreed, strict=True))
+        with contextlib.suppress(NoBackendError):
+            agreements.append([select(spec, platform, candidates, pinned) for spec in specs])
+    if agreements:
+        best = max(agreements, key=lambda selections: sum(map(_total_priority, selections)))
+        return dict(zip(specs, best, strict=True))
     choices = "; ".join(f"page size {s.page_size}, layout {s.layout} for [{s.spec}]" for s in free)
     raise NoBackendError(f"The layers' specs agree on no page size and layout: {choices}. Give a page_size.")
+
+
+def _total_priority(selection: Selection) -> int:
+    return sum(v.priority for v in selection.verdicts if v.name == selection.backend(v.role))
 
 
 def _agreements(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from anyattn.errors import ContractError, OutOfPagesError
+from anyattn.lazy import lazy_import
 from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator
 from anyattn.types import IntSet
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
+else:
+    np = lazy_import("numpy")
 
 
 class PagedAllocator(KVAllocator):

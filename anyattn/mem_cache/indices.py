@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
+from anyattn.lazy import lazy_import
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     Int32s = npt.NDArray[np.int32]
     Int64s = npt.NDArray[np.int64]
+else:
+    np = lazy_import("numpy")
 
 
 def indptr(lengths: npt.NDArray[np.integer]) -> Int32s:

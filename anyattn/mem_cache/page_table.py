@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from anyattn.errors import ContractError
+from anyattn.lazy import lazy_import
 from anyattn.mem_cache import indices
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from anyattn.mem_cache.base import KVAllocator
     from anyattn.mem_cache.indices import Int32s, Int64s
+else:
+    np = lazy_import("numpy")
 
 _ROW_BITS = 20  # a handle is generation << 20 | row, so a freed handle never comes back for another sequence
 _MAX_ROWS = 1 << _ROW_BITS

@@ -1,0 +1,62 @@
+"""The command line: `anyattn doctor`, `anyattn backends`, `anyattn generate`. Exit code 0 only when the answer is yes.
+
+One file a command. Nothing here imports torch before a model has to be loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from anyattn.cli import backends, doctor, generate
+from anyattn.cli.output import installed_version, show_error
+from anyattn.errors import AnyattnError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # what is no AnyattnError is a bug, and its plain traceback is the report
+    rich_markup_mode=None,  # help texts name extras, and "[cpu]" is markup to rich
+)
+app.command()(doctor.doctor)
+app.command()(backends.backends)
+app.command()(generate.generate)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anyattn {installed_version('anyattn') or '(a checkout that is not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _anyattn(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Finds the attention kernels and KV-cache allocators that are valid on this machine, and drives them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 yes, 1 no or refused, 2 wrong usage, 130 interrupted.
+
+    argv: without the program's name; by default the process's own.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot encode
+    try:
+        app(args=argv, prog_name="anyattn")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except AnyattnError as error:
+        show_error(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,117 @@
+"""`anyattn doctor`: what machine this is, what is installed, and whether attention can run here."""
+
+from __future__ import annotations
+
+import os
+import platform as python_platform
+from typing import Annotated, Any
+
+import typer
+from packaging.requirements import Requirement
+
+from anyattn.attention.spec import AttentionSpec
+from anyattn.cli.output import gibibytes, installed_version, section, show, show_json
+from anyattn.cli.survey import Survey, survey
+from anyattn.platforms.base import Platform
+
+USUAL_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
+"""Llama 3 8B's layers: what a machine that runs language models at all can be expected to serve."""
+
+_PACKAGES = ("anyattn", "torch", "triton", "transformers", "gguf", "flashinfer-python", "numpy", "nvidia-ml-py")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Say what this machine is, and if attention can run here.
+
+    The exit code is 0 when it can: a device is usable and a backend serves the layers of a usual model on it.
+    Otherwise the commands that would help are printed. Nothing is imported to find out what is installed.
+    """
+    found = survey(USUAL_SPEC)
+    if as_json:
+        show_json(_document(found))
+    else:
+        _report(found)
+    if found.error is not None:
+        raise found.error
+
+
+def _document(found: Survey) -> dict[str, Any]:
+    selection = found.selection
+    return {
+        "ok": selection is not None,
+        "error": None if found.error is None else str(found.error),
+        "device": None if found.device is None else found.device.to_json(),
+        "spec": found.spec.to_json(),
+        "choice": None if selection is None else selection.to_json()["choice"],
+        "remedies": _remedies(found),
+        "devices": [device.to_json() for device in found.detection.devices],
+        "problems": list(found.detection.problems),
+        "plugin_problems": list(found.plugin_problems),
+        "versions": _versions(found),
+        "settings": _settings(),
+    }
+
+
+def _report(found: Survey) -> None:
+    for device in found.detection.devices:
+        section(device.torch_device, _facts(device))
+    section("versions", ((name, version or "not installed") for name, version in _versions(found).items()))
+    section("settings", _settings().items() or [("none", "no ANYATTN_ variable is set")])
+    for title, problems in (("problems", found.detection.problems), ("plugin problems", found.plugin_problems)):
+        if problems:
+            section(title, (("-", problem) for problem in problems))
+    if remedies := _remedies(found):
+        section("what would help", (("-", remedy) for remedy in remedies))
+    if found.selection is not None:
+        show(found.selection.explain())
+    elif found.device is not None:
+        show(f"device    {found.device}")
+
+
+def _facts(device: Platform) -> list[tuple[str, str]]:
+    """The device's known facts, in words."""
+    memory = None if device.memory_total_bytes is None else gibibytes(device.memory_total_bytes)
+    if memory and device.memory_free_bytes is not None:
+        memory += f", {gibibytes(device.memory_free_bytes)} free"
+    facts = {
+        "name": f"{device.name} ({device.vendor})",
+        "arch": device.arch,
+        "features": " ".join(sorted(device.features)),
+        "memory": memory,
+        "multiprocessors" if device.num_threads is None else "cores": device.num_cores,
+        "threads": device.num_threads,
+        "driver": device.driver_version,
+        "runtime": device.runtime_version,
+        "uuid": device.uuid,
+        "collective": device.collective,
+        "graph": device.graph.name.lower(),
+        "triton": "can compile for it" if device.triton else "cannot compile for it",
+        "usable": "no: " + "; ".join(device.problems) if device.problems else "yes",
+    }
+    return [(name, str(value)) for name, value in facts.items() if value]
+
+
+def _versions(found: Survey) -> dict[str, str | None]:
+    """Of Python, of what anyattn runs on and of what the backends ask for; None for what is not installed."""
+    asked = [Requirement(text).name for backend in found.candidates.backends for text in backend.capabilities.packages]
+    versions: dict[str, str | None] = {"python": python_platform.python_version()}
+    return versions | {name: installed_version(name) for name in dict.fromkeys([*_PACKAGES, *asked])}
+
+
+def _settings() -> dict[str, str]:
+    """The environment's part in the answer."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("ANYATTN_")}
+
+
+def _remedies(found: Survey) -> list[str]:
+    """What would make the unusable devices usable, and what would add backends on the one that is used."""
+    unusable = [f"{device.torch_device}: {text}" for device in found.detection.devices for text in device.problems]
+    lacking = [
+        f"{reason.remedy} adds {verdict.name} ({reason.wanted}: {reason.supported})"
+        for verdict in found.verdicts
+        if all(reason.field == "package" for reason in verdict.reasons)
+        for reason in verdict.reasons
+    ]
+    return list(dict.fromkeys([*unusable, *lacking]))  # a backend stands there once for each role

@@ -1,0 +1,127 @@
+"""FlashInfer's paged prefill and tensor-core decode for heads of keys and values (flashinfer-python 0.6 and later)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
+from anyattn.lazy import lazy_import
+from anyattn.types import ANY_INT, KV_LAYOUTS, ints
+
+if TYPE_CHECKING:
+    import flashinfer
+    import torch
+
+    from anyattn.attention.batch import Batch
+    from anyattn.attention.spec import AttentionSpec
+    from anyattn.mem_cache.base import LayerKV
+    from anyattn.mem_cache.spec import CacheSpec
+    from anyattn.platforms.base import Platform
+else:
+    torch = lazy_import("torch")
+    flashinfer = lazy_import("flashinfer")
+
+_WORKSPACE_BYTES = 256 << 20
+_LN_2 = math.log(2.0)  # FlashInfer's LSE is in base 2
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A wrapper that holds one step's plan; None for a step without tokens, which needs no kernel."""
+
+    wrapper: Any
+
+
+class FlashInferBackend(AttentionBackend):
+    """One FlashInfer wrapper a live plan, so that planning one step leaves the plan of another as it is.
+
+    The wrappers share one workspace, which is safe as their kernels run on one stream.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_kinds=frozenset({"cuda"}),
+        archs=frozenset({"sm80", "sm86", "sm89", "sm90", "sm100", "sm120"}),
+        packages=("torch>=2.9", "flashinfer-python>=0.6"),
+        extra="cuda",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_dims=ints(64, 128, 256),
+        page_sizes=ANY_INT,
+        preferred_page_size=16,
+        layouts=KV_LAYOUTS,
+        phases=frozenset({"prefill", "decode", "mixed"}),
+        causal=frozenset({True, False}),
+        sliding_window=True,
+        logits_soft_cap=True,
+        lse=True,
+        contiguous_q=True,
+        priority=50,
+    )
+
+    def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
+        super().__init__(spec, cache, platform)
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=platform.torch_device)
+        self._idle: dict[bool, list[tuple[Any, torch.cuda.Event]]] = {False: [], True: []}
+
+    def plan(self, batch: Batch) -> _Plan:
+        if batch.num_tokens == 0:
+            return _Plan(None)
+        decode = batch.phase == "decode" and batch.num_tokens == batch.num_seqs
+        wrapper = self._take(decode)
+        paged = (
+            torch.from_numpy(batch.host.kv_indptr),
+            batch.kv_indices,
+            torch.from_numpy(batch.host.last_page_len),
+        )
+        heads = (self.spec.num_qo_heads, self.spec.num_kv_heads, self.spec.head_dim, batch.page_size)
+        options = {
+            "window_left": -1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
+            "logits_soft_cap": self.spec.logits_soft_cap or 0.0,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+            "sm_scale": self.spec.scale,
+            "seq_lens": torch.from_numpy(batch.host.kv_lens.astype(np.int32)),
+        }
+        if decode:
+            wrapper.plan(*paged, *heads, **options)
+        else:
+            qo_indptr = torch.from_numpy(batch.host.qo_indptr)
+            wrapper.plan(qo_indptr, *paged, *heads, causal=self.spec.causal, **options)
+        planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        planned.record()
+        plan = _Plan(wrapper)
+        weakref.finalize(plan, self._idle[decode].append, (wrapper, planned)).atexit = False
+        return plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        plan: Any,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        if plan.wrapper is None:
+            return q.new_empty(q.shape[:2], dtype=torch.float32) if self.spec.return_lse else None
+        result = plan.wrapper.run(q, (kv.k, kv.v), out=out, return_lse=self.spec.return_lse)
+        return result[1] * _LN_2 if self.spec.return_lse else None
+
+    def _take(self, decode: bool) -> Any:
+        """A wrapper that no live plan uses."""
+        if self._idle[decode]:
+            wrapper, planned = self._idle[decode].pop()
+            planned.synchronize()  # its last plan may still be on the way from the pinned buffer that the next fills
+            return wrapper
+        if decode:
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, self.cache.layout, use_tensor_cores=True
+            )
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, self.cache.layout)

@@ -1,0 +1,211 @@
+"""The CPU as a platform: instruction sets, cores, and the threads and memory that this process may really use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from anyattn.platforms.base import Platform, ProbeResult
+from anyattn.types import GraphLevel
+
+_ROOT = Path("/")
+"""Where /proc and /sys hang; tests point it at a tree of their own."""
+
+_ARCH_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
+_VENDOR_IDS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x61": "apple"}
+"""x86 vendor strings, and Arm implementer codes (MIDR_EL1; arch/arm64/include/asm/cputype.h in Linux)."""
+_ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
+"""Part numbers of implementer 0x41, from the same header; /proc/cpuinfo gives no model name on Arm."""
+
+_FEATURES = frozenset(
+    {"avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"}
+    | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16", "avx512_vnni"}
+    | {"amx_tile", "amx_bf16", "amx_fp16", "amx_int8"}
+    | {"asimd", "asimdhp", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2", "svebf16", "svei8mm", "sme", "sme2"}
+)
+"""What attention and GEMM kernels branch on, by the names of Linux's /proc/cpuinfo."""
+_SYSCTL_FEATURES = {
+    "hw.optional.AdvSIMD": ("asimd",),
+    "hw.optional.arm.FEAT_FP16": ("fphp", "asimdhp"),
+    "hw.optional.arm.FEAT_DotProd": ("asimddp",),
+    "hw.optional.arm.FEAT_BF16": ("bf16",),
+    "hw.optional.arm.FEAT_I8MM": ("i8mm",),
+    "hw.optional.arm.FEAT_SME": ("sme",),
+    "hw.optional.arm.FEAT_SME2": ("sme2",),
+    "hw.optional.avx512vnni": ("avx512_vnni",),
+}
+"""macOS's flags under Linux's names (Apple, "Determining Instruction Set Characteristics")."""
+
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # cgroup v1
+)
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    vendor: str
+    name: str
+    features: frozenset[str] = frozenset()
+
+
+def probe() -> ProbeResult:
+    """The CPU: always one device. Imports no torch; never raises, what could not be told is a problem text."""
+    problems: list[str] = []
+
+    def attempt(what: str, ask: Callable[[], Fact], otherwise: Fact) -> Fact:
+        try:
+            return ask()
+        except Exception as error:
+            problems.append(f"the CPU's {what} could not be told: {error}")
+            return otherwise
+
+    machine = platform.machine().lower()
+    arch = _ARCH_NAMES.get(machine, machine) or "unknown"
+    model = attempt("instruction sets", _model, _Model(vendor="unknown", name=platform.processor() or arch))
+    unknown: tuple[int | None, int | None] = (None, None)
+    total_bytes, available_bytes = attempt("memory", _memory_bytes, unknown)
+    device = Platform(
+        kind="cpu",
+        vendor=model.vendor,
+        name=model.name or platform.processor() or arch,
+        arch=arch,
+        torch_device="cpu",
+        features=model.features,
+        memory_total_bytes=total_bytes,
+        memory_free_bytes=available_bytes,
+        num_cores=attempt("number of physical cores", lambda: _psutil().cpu_count(logical=False), None),
+        num_threads=attempt("number of usable CPUs", _num_threads, None),
+        collective="gloo",
+        graph=GraphLevel.NEVER,
+        triton=False,
+        problems=() if _has_torch() else ('torch is not installed; run `pip install "anyattn[cpu]"`',),
+    )
+    return ProbeResult(devices=(device,), problems=tuple(problems))
+
+
+def _has_torch() -> bool:
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None  # a folder that is merely called torch has no origin
+
+
+def _psutil() -> ModuleType:
+    return importlib.import_module("psutil")
+
+
+def _model() -> _Model:
+    system = platform.system()
+    if system == "Linux":
+        return _model_from_cpuinfo()
+    if system == "Darwin":
+        return _model_from_sysctl()
+    raise NotImplementedError(f"not implemented on {system or 'this system'}")
+
+
+def _model_from_cpuinfo() -> _Model:
+    facts: dict[str, str] = {}
+    with (_ROOT / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:  # the first processor is enough: Linux shows the same flags for all of them
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+            if not line.strip() and ("flags" in facts or "Features" in facts):
+                break
+    flags = facts.get("flags") or facts.get("Features")
+    if not flags:
+        raise ValueError("/proc/cpuinfo lists none")
+    implementer, part = facts.get("CPU implementer"), facts.get("CPU part", "")
+    name = facts.get("model name", "")
+    if not name and implementer == "0x41":
+        name = f"Arm {_ARM_PARTS.get(part, f'part {part}')}"
+    vendor = _VENDOR_IDS.get(facts.get("vendor_id") or implementer or "", "unknown")
+    return _Model(vendor=vendor, name=name, features=_FEATURES & set(flags.split()))
+
+
+def _model_from_sysctl() -> _Model:
+    command = ["sysctl", "machdep.cpu", "hw.optional"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+    facts = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
+    flags = f"{facts.get('machdep.cpu.features', '')} {facts.get('machdep.cpu.leaf7_features', '')}".lower().split()
+    features = _FEATURES & set(flags)  # Intel Macs: capital letters, otherwise mostly Linux's names
+    features |= {name for key, names in _SYSCTL_FEATURES.items() if facts.get(key) == "1" for name in names}
+    if not features:
+        raise ValueError("sysctl lists none")
+    name = facts.get("machdep.cpu.brand_string", "").strip()
+    vendor = next((word for word in ("apple", "intel", "amd") if word in name.lower()), "unknown")
+    return _Model(vendor=vendor, name=name, features=features)
+
+
+def _num_threads() -> int | None:
+    """Logical CPUs that the scheduler may give this process, no more than its CPU quota pays for."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_threads = len(affinity(0)) if affinity is not None else os.cpu_count()
+    if num_threads is None:
+        return None
+    for folder in _cgroup_folders("cpu"):
+        quota = (_read(folder / "cpu.max") or "").split()  # v2: "200000 100000", or "max 100000"
+        quota = quota or [(_read(folder / f"cpu.cfs_{part}_us") or "") for part in ("quota", "period")]
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
+            # Rounded up, as the JDK and Go do: the last thread runs for part of the period, and none is wasted.
+            num_threads = min(num_threads, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
+    return num_threads
+
+
+def _memory_bytes() -> tuple[int | None, int | None]:
+    """Memory in bytes, total and available, of the machine or of the tightest cgroup around this process."""
+    memory = _psutil().virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for folder in _cgroup_folders("memory"):
+        for limit_file, usage_file, reclaimable_key in _MEMORY_FILES:
+            limit = _read(folder / limit_file) or ""
+            if not limit.isdigit() or not 0 < int(limit) < memory.total:
+                continue  # "max", and v1's huge number, mean no limit
+            total = min(total, int(limit))
+            usage = _read(folder / usage_file) or ""
+            if usage.isdigit():
+                stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
+                used = int(usage) - int(stat.get(reclaimable_key, 0))  # page cache goes before memory runs out
+                available = min(available, max(0, int(limit) - used))
+    return total, min(total, available)
+
+
+def _cgroup_folders(controller: str) -> Iterator[Path]:
+    """Folders of the cgroups that bound this process, innermost first: a limit on any of them holds.
+
+    In a container without a cgroup namespace the path that /proc shows is the host's and does not exist below
+    the mount; the walk then ends at the mount's root, which is the container's own cgroup (man 7 cgroups).
+    """
+    mounts = _ROOT / "sys/fs/cgroup"
+    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            bases = [mounts, mounts / "unified"]  # v2, alone or beside v1
+        elif controller in controllers.split(","):
+            bases = [mounts / controllers, mounts / controller]
+        else:
+            continue
+        parts = [] if ".." in path else [part for part in path.split("/") if part]
+        for base in bases:
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,276 @@
+"""NVIDIA GPUs as CUDA would number them for this process, told by NVML: no CUDA context, no import of torch."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from anyattn.platforms.base import Platform, ProbeResult
+from anyattn.types import GraphLevel
+
+_ROOT = Path("/")
+"""Where /dev and /proc hang; tests point it at a tree of their own."""
+
+_DEVICE_SIGNS = (("dev/nvidiactl",), ("proc/driver/nvidia/version",), ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"))
+"""Files that say together that an NVIDIA device is here, NVML or not: two of the Linux driver's, then WSL's."""
+
+_UUID_PREFIXES = ("GPU-", "MIG-")
+
+_CORES_PER_MULTIPROCESSOR = {
+    **dict.fromkeys([(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)], 64),
+    **dict.fromkeys([(5, 0), (5, 2), (5, 3), (6, 1), (6, 2), (8, 6), (8, 7), (8, 9)], 128),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)], 128),
+}
+"""By compute capability, as in `_ConvertSMVer2Cores` of the CUDA samples (helper_cuda.h): NVML counts cores only."""
+
+_TRITON_MINIMUM = (7, 0)
+"""Compute capability from which torch lets Triton compile (`torch.utils._triton.has_triton`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """What CUDA can number: a whole GPU, or one MIG slice (a compute instance) of a partitioned one."""
+
+    handle: object
+    gpu: object
+    """NVML's handle of the physical GPU; the same as `handle` for a whole one."""
+    model: str
+    """Name of the physical GPU."""
+    names: tuple[str, ...]
+    """What CUDA_VISIBLE_DEVICES may call it; the UUID comes first."""
+    is_slice: bool = False
+    is_numbered: bool = True
+    """Whether an index may mean it: of one GPU's slices, only the first has an index."""
+
+
+def probe() -> ProbeResult:
+    """The NVIDIA devices that CUDA shows to this process, in CUDA's order. Never raises; trouble is a problem text.
+
+    A machine without a sign of an NVIDIA device gives an empty result without problems.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+    except Exception as error:  # a broken package is a reason, like a missing one
+        return _unreachable(f"Python's binding to NVML cannot be imported ({error}); run `pip install nvidia-ml-py`")
+    try:
+        nvml.nvmlInit()
+    except Exception as error:
+        return _unreachable(
+            f"NVML does not start ({error}); see whether `nvidia-smi` runs, and give a container "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        )
+    try:
+        return _probe(nvml)
+    except Exception as error:
+        return ProbeResult(problems=(f"NVML failed: {error}",))
+    finally:
+        with contextlib.suppress(Exception):  # left open, NVML would be shared with children after a fork
+            nvml.nvmlShutdown()
+
+
+def _unreachable(reason: str) -> ProbeResult:
+    for sign in _DEVICE_SIGNS:
+        if all((_ROOT / file).exists() for file in sign):
+            return ProbeResult(problems=(f"an NVIDIA device is here (/{sign[0]} exists), but {reason}",))
+    return ProbeResult()
+
+
+def _probe(nvml: ModuleType) -> ProbeResult:
+    units, problems = _units(nvml)
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible, complaint = _visible(units, setting)
+    problems += complaint
+    by_index = setting is None or not setting.startswith(_UUID_PREFIXES)
+    models = {unit.model for unit in units}
+    if visible and by_index and len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        problems.append(
+            f"the NVIDIA GPUs differ ({', '.join(sorted(models))}) and CUDA numbers the fastest first by a measure of "
+            "its own, so cuda:N may be another one than shown; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    driver_version = _text(_optional(nvml, "nvmlSystemGetDriverVersion") or "")
+    runtime_version, device_problems = _torch_facts()
+    devices = []
+    for index, unit in enumerate(visible):
+        try:
+            facts = _facts(nvml, unit)
+        except Exception as error:  # its number stays taken, so that the others keep theirs
+            problems.append(f"cuda:{index} ({unit.model}) does not answer and is left out: {error}")
+            continue
+        devices.append(
+            Platform(
+                kind="cuda",
+                vendor="nvidia",
+                torch_device=f"cuda:{index}",
+                index=index,
+                uuid=unit.names[0] or None,
+                driver_version=driver_version or None,
+                runtime_version=runtime_version,
+                collective="nccl",
+                graph=GraphLevel.ALWAYS,
+                problems=device_problems,
+                **facts,
+            )
+        )
+    return ProbeResult(devices=tuple(devices), problems=tuple(problems))
+
+
+def _units(nvml: ModuleType) -> tuple[list[_Unit], list[str]]:
+    """All units in the order of their indices, and what went wrong: whole GPUs by PCI bus, then slices.
+
+    That slices come last is what programs saw (nvitop, Datadog's agent); NVIDIA's guides do not say.
+    """
+    whole: list[_Unit] = []
+    slices: list[_Unit] = []
+    problems: list[str] = []
+    for number in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+            model, uuid = _name(nvml, gpu), _text(_optional(nvml, "nvmlDeviceGetUUID", gpu) or "")
+            if not (_optional(nvml, "nvmlDeviceGetMigMode", gpu) or (0,))[0]:
+                whole.append(_Unit(handle=gpu, gpu=gpu, model=model, names=(uuid,)))
+                continue
+            found = _slices(nvml, gpu, model, uuid)
+        except Exception as error:  # CUDA does not number a GPU that cannot be opened
+            problems.append(f"NVIDIA GPU {number} does not answer and is left out: {error}")
+            continue
+        slices += found
+        if not found:
+            problems.append(f"NVIDIA GPU {number} ({model}) is in MIG mode without a compute instance to run on")
+    return whole + slices, problems
+
+
+def _slices(nvml: ModuleType, gpu: object, model: str, gpu_uuid: str) -> list[_Unit]:
+    units: list[_Unit] = []
+    for position in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, position)
+        except nvml.NVMLError:  # the count is of what could exist, with gaps
+            continue
+        instances = nvml.nvmlDeviceGetGpuInstanceId(handle), nvml.nvmlDeviceGetComputeInstanceId(handle)
+        names = [_text(nvml.nvmlDeviceGetUUID(handle)), f"MIG-{gpu_uuid}/{instances[0]}/{instances[1]}"]
+        if not units:
+            names.append(gpu_uuid)  # the partitioned GPU's own name gives its first slice
+        units.append(
+            _Unit(handle=handle, gpu=gpu, model=model, names=tuple(names), is_slice=True, is_numbered=not units)
+        )
+    return units
+
+
+def _visible(units: Sequence[_Unit], setting: str | None) -> tuple[list[_Unit], list[str]]:
+    """The units that CUDA shows under CUDA_VISIBLE_DEVICES=`setting` (None: not set), in order, and any complaint.
+
+    Rules: CUDA Programming Guide, "CUDA Environment Variables", and MIG User Guide, "CUDA Device Enumeration". What
+    they leave open (repeats, mixed lists, spaces, case) is as the driver 580 does it.
+    """
+    numbered = [unit for unit in units if unit.is_numbered]
+    chosen: list[_Unit] = []
+    complaint: list[str] = []
+    # The first entry says whether the list holds indices, GPU UUIDs or MIG UUIDs; an entry of another sort ends it.
+    prefix = next((prefix for prefix in _UUID_PREFIXES if setting and setting.startswith(prefix)), None)
+    for entry in [] if setting is None else setting.split(","):
+        unit = _indexed(entry, numbered) if prefix is None else _named(entry, prefix, units)
+        if unit is None:  # ends the list; what came before stays
+            if entry.strip() not in ("", "-1", "NoDevFiles"):  # the usual ways of saying "none", or "no more"
+                complaint = [f'CUDA_VISIBLE_DEVICES="{setting}": no device "{entry}", so the list ends before it']
+            break
+        if unit in chosen:
+            return [], [f'CUDA_VISIBLE_DEVICES="{setting}" names a device twice, so CUDA shows none']
+        chosen.append(unit)
+    shown = numbered if setting is None else chosen
+    # A process sees one slice only, and beside it no other device.
+    return [unit for unit in shown if unit.is_slice][:1] or shown, complaint
+
+
+def _indexed(entry: str, numbered: Sequence[_Unit]) -> _Unit | None:
+    digits = re.match(r"\s*([+-]?[0-9]+)", entry)  # read as C's strtol reads: "1gpu" is 1, and " -0" is 0
+    index = int(digits.group(1)) if digits else -1
+    return numbered[index] if 0 <= index < len(numbered) else None
+
+
+def _named(entry: str, prefix: str, units: Sequence[_Unit]) -> _Unit | None:
+    """The only unit with a name that starts with `entry`; case and dashes after the prefix do not matter."""
+
+    def plain(name: str) -> str:
+        return name[len(prefix) :].replace("-", "").lower()
+
+    if not entry.startswith(prefix):
+        return None
+    wanted = plain(entry.rstrip())
+    matches = [
+        unit for unit in units if any(name.startswith(prefix) and plain(name).startswith(wanted) for name in unit.names)
+    ]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _facts(nvml: ModuleType, unit: _Unit) -> dict[str, Any]:
+    """What NVML knows of one unit, as fields of Platform. Raises NVMLError where it does not answer."""
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(unit.gpu)
+    memory = _optional(nvml, "nvmlDeviceGetMemoryInfo", unit.handle)  # not told where host and GPU share memory
+    if unit.is_slice:
+        attributes = _optional(nvml, "nvmlDeviceGetAttributes", unit.handle)
+        num_cores = None if attributes is None else int(attributes.multiprocessorCount)
+    else:
+        cuda_cores = _optional(nvml, "nvmlDeviceGetNumGpuCores", unit.handle)
+        per_multiprocessor = _CORES_PER_MULTIPROCESSOR.get((major, minor))
+        num_cores = cuda_cores // per_multiprocessor if cuda_cores and per_multiprocessor else None
+    return {
+        "name": _name(nvml, unit.handle),
+        "arch": f"sm{major}{minor}",
+        "compute_capability": (major, minor),
+        "memory_total_bytes": None if memory is None else int(memory.total),
+        "memory_free_bytes": None if memory is None else int(memory.free),
+        "num_cores": num_cores,
+        "triton": (major, minor) >= _TRITON_MINIMUM,
+    }
+
+
+def _optional(nvml: ModuleType, function: str, *arguments: object) -> Any:
+    """The answer, or None where this binding, driver, device or container does not give it."""
+    ask = getattr(nvml, function, None)
+    try:
+        return None if ask is None else ask(*arguments)
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
+        return None
+
+
+def _name(nvml: ModuleType, handle: object) -> str:
+    return _text(_optional(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # old bindings return bytes
+
+
+def _torch_facts() -> tuple[str | None, tuple[str, ...]]:
+    """The CUDA version that the installed torch was built for, and why that torch cannot drive a GPU here.
+
+    Read from torch/version.py, because importing torch takes seconds and loads the CUDA libraries.
+    """
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:  # a folder that is merely called torch has no origin
+        return None, ('torch is not installed; run `pip install "anyattn[cuda]"`',)
+    versions: dict[str, Any] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    versions[ast.unparse(target)] = node.value.value
+    if "cuda" in versions and versions["cuda"] is None:
+        problem = (
+            f"the installed torch {versions.get('__version__', '')} was built without CUDA; run `pip uninstall torch`, "
+            'then `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
+        )
+        return None, (problem,)
+    return versions.get("cuda"), ()

@@ -1,0 +1,140 @@
+"""Refusal is the default: every field of the spec, asked of a backend that declares nothing beyond the bare minimum."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from anyattn import AttentionSpec, Capabilities, GraphLevel, Platform
+from anyattn.types import ANY_INT, IntSet, ints
+
+CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
+H100 = Platform(kind="cuda", vendor="nvidia", name="Test", arch="sm90", torch_device="cuda:0")
+SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)
+
+BARE = Capabilities(
+    dtypes=frozenset({"bfloat16"}),
+    head_dims=ints(64, 128),
+    page_sizes=ints(16, 64),
+    layouts=("NHD",),
+    phases=frozenset({"prefill", "decode", "mixed"}),
+)
+
+ASKED = {
+    "num_qo_heads": ({"num_qo_heads": 14, "num_kv_heads": 2}, {"group_sizes": ints(4)}),
+    "num_kv_heads": None,  # with num_qo_heads
+    "head_dim": ({"head_dim": 80}, {}),
+    "v_head_dim": ({"v_head_dim": 128}, {}),
+    "dtype": ({"dtype": "float16"}, {}),
+    "kv_dtype": ({"kv_dtype": "float8_e4m3fn"}, {}),
+    "sm_scale": None,  # every backend takes any scale
+    "causal": ({"causal": False}, {}),
+    "sliding_window": ({"sliding_window": 128}, {}),
+    "logits_soft_cap": ({"logits_soft_cap": 30.0}, {}),
+    "sinks": ({"sinks": True}, {}),
+    "alibi": ({"alibi": True}, {}),
+    "tree_mask": ({"tree_mask": True}, {}),
+    "return_lse": ({"return_lse": True}, {}),
+    "graph": ({"graph": GraphLevel.DECODE}, {}),
+    "deterministic": ({"deterministic": True}, {}),
+    "kv_lora_rank": (
+        {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "sm_scale": 1.0},
+        {},
+    ),
+    "qk_rope_head_dim": None,  # with kv_lora_rank
+    "qk_nope_head_dim": None,  # the runtime's, not the backend's
+}
+"""By spec field: what to ask, and what to take from the declaration besides."""
+
+REPORTED_AS = {"v_head_dim": "head_dim"}
+
+
+def reasons(spec, platform=CPU, role="prefill", capabilities=BARE, **paging):
+    return {reason.field: reason for reason in capabilities.reject_reasons(spec, platform, role, **paging)}
+
+
+def test_the_plain_spec_is_accepted_in_both_roles():
+    assert reasons(SPEC) == {}
+    assert reasons(SPEC, role="decode", page_size=16, layout="NHD") == {}
+
+
+def test_every_field_of_the_spec_is_asked_here():
+    assert set(ASKED) == {field.name for field in dataclasses.fields(AttentionSpec)}
+
+
+@pytest.mark.parametrize("field", [field for field, asked in ASKED.items() if asked])
+def test_what_is_not_declared_is_refused_with_a_reason_that_names_the_field(field):
+    fields, declared = ASKED[field]
+    found = reasons(SPEC.replace(**fields), capabilities=dataclasses.replace(BARE, **declared))
+    reason = found[REPORTED_AS.get(field, field)]
+    assert reason.wanted
+    assert reason.supported
+    assert reason.remedy
+
+
+def test_all_reasons_are_given_at_once():
+    spec = SPEC.replace(dtype="float16", sinks=True, sliding_window=4, head_dim=80, return_lse=True)
+    capabilities = dataclasses.replace(BARE, device_kinds=frozenset({"cuda"}), features=frozenset({"amx_bf16"}))
+    assert set(reasons(spec, capabilities=capabilities, page_size=3, layout="HND")) == {
+        "device_kind", "features", "dtype", "head_dim", "sliding_window", "sinks", "return_lse", "page_size", "layout"
+    }  # fmt: skip
+
+
+def test_the_architecture_counts_on_a_device_of_the_right_kind():
+    hopper = dataclasses.replace(BARE, device_kinds=frozenset({"cuda"}), archs=frozenset({"sm90"}))
+    assert reasons(SPEC, H100, capabilities=hopper) == {}
+    assert set(reasons(SPEC, dataclasses.replace(H100, arch="sm80"), capabilities=hopper)) == {"arch"}
+    assert set(reasons(SPEC, CPU, capabilities=hopper)) == {"device_kind"}
+
+
+def test_a_role_wants_its_phases_and_trees_want_verify():
+    decode_only = dataclasses.replace(BARE, phases=frozenset({"decode"}))
+    assert reasons(SPEC, role="decode", capabilities=decode_only) == {}
+    assert reasons(SPEC, role="prefill", capabilities=decode_only)["phase"].wanted == "mixed, prefill"
+    trees = dataclasses.replace(BARE, tree_mask=True)
+    assert reasons(SPEC.replace(tree_mask=True), capabilities=trees)["phase"].wanted == "verify"
+    assert reasons(SPEC.replace(tree_mask=True), role="decode", capabilities=trees) == {}
+
+
+def test_unequal_head_dims_are_served_only_as_declared_pairs():
+    pairs = dataclasses.replace(BARE, head_dim_pairs=frozenset({(192, 128)}))
+    assert reasons(SPEC.replace(head_dim=192, v_head_dim=128), capabilities=pairs) == {}
+    assert "head_dim" in reasons(SPEC.replace(head_dim=192), capabilities=pairs)
+    assert "head_dim" in reasons(SPEC.replace(head_dim=128, v_head_dim=64), capabilities=pairs)
+
+
+def test_mla_is_refused_by_rank_and_rope_even_where_the_head_dim_would_fit():
+    spec = AttentionSpec.mla(num_qo_heads=8, kv_lora_rank=48, qk_rope_head_dim=16, sm_scale=1.0)
+    assert "kv_lora_rank" in reasons(spec)
+    declared = dataclasses.replace(BARE, mla_dims=frozenset({(48, 16)}))
+    assert reasons(spec, capabilities=declared) == {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterSpec(AttentionSpec):
+    """A spec of a contract that has grown by two fields."""
+
+    differential: bool = False
+    temperature: float = 1.0
+
+
+def test_a_field_that_is_not_known_is_refused_unless_it_holds_its_neutral_default():
+    fields = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    assert reasons(LaterSpec(**fields)) == {}
+    found = reasons(LaterSpec(**fields, differential=True, temperature=0.5))
+    assert set(found) == {"differential", "temperature"}
+    assert found["temperature"].remedy == "set temperature=1.0"
+
+
+def test_a_declaration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BARE.sinks = True
+
+
+def test_int_sets_hold_what_they_say():
+    assert [n for n in range(1, 70) if n in IntSet(minimum=16, maximum=64, multiple_of=16)] == [16, 32, 48, 64]
+    assert str(IntSet(minimum=16, maximum=64, multiple_of=16)) == "16 to 64, in multiples of 16"
+    assert str(ANY_INT) == "any"
+    assert str(ints(64, 1)) == "1, 64"
+    assert IntSet(minimum=10, multiple_of=16).example() == 16
+    assert 0 not in ANY_INT

@@ -1,0 +1,180 @@
+"""Selection: pure, explained, independent of order, and never silent."""
+
+import dataclasses
+import random
+
+import pytest
+
+from anyattn import AttentionSpec, Capabilities, NoBackendError, Platform
+from anyattn.attention.select import BackendCandidate, Candidates, Preference, select, select_layers
+from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
+from anyattn.types import ANY_INT, IntSet, Reason, ints
+
+CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
+SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)
+ALL = frozenset({"prefill", "decode", "mixed"})
+
+
+def backend(name, *, missing=(), **declared):
+    base = {
+        "dtypes": frozenset({"bfloat16"}), "head_dims": ANY_INT, "page_sizes": ANY_INT, "layouts": ("NHD", "HND"),
+        "phases": ALL,
+    }  # fmt: skip
+    capabilities = Capabilities(**{**base, **declared})
+    return BackendCandidate(name=name, distribution=f"{name}-dist", capabilities=capabilities, missing=missing)
+
+
+def candidates(*backends, page_sizes=ANY_INT, layouts=("NHD", "HND")):
+    return Candidates(
+        backends=backends,
+        allocators={"paged": AllocatorCapabilities(page_sizes=page_sizes)},
+        pools={
+            "mha": PoolCapabilities(mla=False, kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
+            "mla": PoolCapabilities(mla=True, kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
+        },
+    )
+
+
+def test_the_highest_priority_wins_and_ties_go_by_name():
+    found = select(SPEC, CPU, candidates(backend("b", priority=5), backend("c", priority=5), backend("a")))
+    assert (found.prefill, found.decode) == ("b", "b")
+
+
+def test_priority_may_follow_from_facts_spec_and_role():
+    def priority(platform, spec, role):
+        return 100 if (platform.kind, spec.head_dim, role) == ("cpu", 64, "decode") else 0
+
+    found = select(SPEC, CPU, candidates(backend("a", priority=priority), backend("b", priority=50)))
+    assert (found.prefill, found.decode) == ("b", "a")
+
+
+def test_prefill_and_decode_agree_on_page_size_and_layout():
+    found = select(
+        SPEC,
+        CPU,
+        candidates(
+            backend("decoder", phases=frozenset({"decode"}), page_sizes=ints(64), layouts=("HND",), priority=9),
+            backend("prefiller", phases=frozenset({"prefill", "mixed"}), page_sizes=IntSet(multiple_of=32)),
+        ),
+    )
+    assert (found.prefill, found.decode, found.page_size, found.layout) == ("prefiller", "decoder", 64, "HND")
+
+
+def test_a_better_backend_that_cannot_agree_gives_way_to_one_that_can():
+    found = select(
+        SPEC,
+        CPU,
+        candidates(
+            backend("decoder", phases=frozenset({"decode"}), page_sizes=ints(64), priority=9),
+            backend("everything", page_sizes=ints(16)),
+        ),
+    )
+    assert (found.prefill, found.decode, found.page_size) == ("everything", "everything", 16)
+
+
+def test_the_allocator_and_the_pool_have_a_say_too():
+    found = select(SPEC, CPU, candidates(backend("a", preferred_page_size=256), page_sizes=ints(8), layouts=("HND",)))
+    assert (found.page_size, found.layout, found.allocator, found.pool) == (8, "HND", "paged", "mha")
+
+
+def test_mla_gets_the_pool_for_latents():
+    spec = AttentionSpec.mla(num_qo_heads=8, kv_lora_rank=512, qk_rope_head_dim=64, sm_scale=0.1)
+    assert select(spec, CPU, candidates(backend("a", any_mla_dims=True))).pool == "mla"
+
+
+def test_the_choice_never_depends_on_the_order_of_the_candidates():
+    some = [
+        backend("a", priority=3, page_sizes=ints(16)),
+        backend("b", priority=3, page_sizes=ints(64)),
+        backend("c", priority=7, phases=frozenset({"decode"}), page_sizes=ints(64)),
+        backend("d", priority=1),
+    ]
+    chosen = set()
+    for _ in range(24):
+        random.shuffle(some)
+        found = select(SPEC, CPU, candidates(*some))
+        chosen.add((found.prefill, found.decode, found.page_size, found.explain()))
+    assert len(chosen) == 1
+
+
+def test_nothing_valid_is_an_error_that_holds_every_candidates_reasons():
+    absent = Reason(field="package", wanted="x", supported="not installed", remedy="pip install x")
+    some = candidates(backend("a", dtypes=frozenset({"float16"})), backend("b", missing=(absent,)))
+    with pytest.raises(NoBackendError) as caught:
+        select(SPEC, CPU, some)
+    assert "a: dtype: wanted bfloat16, supported float16; set dtype='float16'" in str(caught.value)
+    assert "b: package: wanted x, supported not installed; pip install x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("preference", "message"),
+    [
+        (Preference(prefill_backend="a", decode_backend="a"), r"'a' was asked for and cannot serve prefill(.|\n)*b\."),
+        (Preference(decode_backend="a"), r"'a' was asked for and cannot serve decode(.|\n)*Valid here: b"),
+        (Preference(prefill_backend="zzz"), r"no attention backend named 'zzz': there are a, b"),
+        (Preference(page_size=3), r"No attention backend can serve(.|\n)*page_size: wanted 3, supported 16, 64"),
+        (Preference(layout="HND"), r"layout: wanted HND, supported NHD"),
+        (Preference(allocator="zzz"), r"KV allocator 'zzz' was asked for(.|\n)*paged \(valid\)"),
+        (Preference(pool="mla"), r"KV pool 'mla' was asked for(.|\n)*wanted keys and values of heads"),
+    ],
+)
+def test_what_is_asked_for_and_invalid_fails_at_once_and_says_what_would_be_valid(preference, message):
+    paging = {"page_sizes": ints(16, 64), "layouts": ("NHD",)}
+    some = candidates(backend("a", sinks=True, dtypes=frozenset({"float16"}), **paging), backend("b", **paging))
+    with pytest.raises(NoBackendError, match=message):
+        select(SPEC, CPU, some, preference)
+
+
+def test_what_is_asked_for_and_valid_is_taken_whatever_its_priority():
+    some = candidates(backend("a", priority=100), backend("b"))
+    found = select(SPEC, CPU, some, Preference(prefill_backend="b", decode_backend="b", page_size=5, layout="HND"))
+    assert (found.prefill, found.decode, found.page_size, found.layout) == ("b", "b", 5, "HND")
+    assert "a: valid, but b was asked for" in found.explain()
+
+
+def test_explain_says_what_was_chosen_from_where_and_why_not_the_others():
+    half = backend("c", dtypes=frozenset({"float16"}))
+    found = select(SPEC, CPU, candidates(backend("a", priority=2), backend("b"), half))
+    text = found.explain()
+    assert "prefill   a: priority 2, from a-dist, 2 valid" in text
+    assert "b: valid, with priority 0" in text
+    assert "c: dtype: wanted bfloat16" in text
+
+
+def test_the_choice_and_its_trace_go_to_json():
+    import json
+
+    found = select(SPEC, CPU, candidates(backend("a"), backend("c", dtypes=frozenset({"float16"}))))
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["choice"]["decode"] == "a"
+    refused = next(verdict for verdict in data["backends"] if verdict["name"] == "c")
+    assert refused["valid"] is False
+    assert refused["reasons"][0]["field"] == "dtype"
+
+
+def test_layers_of_several_kinds_agree_on_one_pool():
+    window = SPEC.replace(sliding_window=128)
+    some = candidates(
+        backend("plain", page_sizes=ints(64), priority=9),
+        backend("windowed", page_sizes=ints(16, 64), preferred_page_size=16, sliding_window=True),
+    )
+    found = select_layers([window, SPEC, window], CPU, some)
+    assert list(found) == [window, SPEC]
+    assert {selection.page_size for selection in found.values()} == {64}
+    assert (found[SPEC].decode, found[window].decode) == ("plain", "windowed")
+
+
+def test_layers_that_cannot_agree_are_refused():
+    some = candidates(
+        backend("plain", page_sizes=ints(64), priority=1),
+        backend("windowed", page_sizes=ints(16), sliding_window=True, group_sizes=ints(4)),
+    )
+    layers = [SPEC.replace(num_qo_heads=4), SPEC.replace(sliding_window=8)]
+    with pytest.raises(NoBackendError, match=r"page size 64(.|\n)*page size 16"):
+        select_layers(layers, CPU, some)
+
+
+def test_a_selection_is_plain_data():
+    found = select(SPEC, CPU, candidates(backend("a")))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.decode = "b"

@@ -1,0 +1,73 @@
+"""How the tests of the command line run it: in this process, on the CPU, with an environment of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from anyattn.cli import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def cpu_only(monkeypatch):
+    """So that what is chosen does not depend on the machine that runs the tests."""
+    for name in list(os.environ):
+        if name.startswith("ANYATTN_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ANYATTN_PLATFORM", "cpu")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def anyattn(capsys) -> Callable[..., Ended]:
+    """Runs the command line; capsys is no terminal, so this is what a pipe gets."""
+
+    def run(*argv: str) -> Ended:
+        capsys.readouterr()
+        code = main(argv)
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def isolated() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script in a fresh interpreter in which the hidden packages are neither importable nor installed."""
+    return _isolated
+
+
+_HIDE = """
+import importlib.metadata as metadata, sys
+hidden = {hidden!r}
+class Hide:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide)
+from_name = metadata.Distribution.from_name
+def visible(name):
+    if name in hidden:
+        raise metadata.PackageNotFoundError(name)
+    return from_name(name)
+metadata.Distribution.from_name = visible
+"""
+
+
+def _isolated(script: str, *hidden: str) -> subprocess.CompletedProcess[str]:
+    code = _HIDE.format(hidden=set(hidden)) + textwrap.dedent(script)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -1,0 +1,103 @@
+"""Exit codes and error texts that all commands share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from anyattn.cli import main
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["backends", "--backend", "nonesuch"], "There is no attention backend named 'nonesuch'"),
+        (["backends", "--device", "nonesuch"], "No device 'nonesuch' can be used here"),
+        (["backends", "--dtype", "int3"], "dtype must be one of"),
+        (["backends", "--num-qo-heads", "7"], "num_qo_heads must be a multiple of num_kv_heads"),
+        (["generate", "--prompt", "x", "--device", "nonesuch"], "No device 'nonesuch' can be used here"),
+    ],
+)
+def test_what_is_refused_ends_as_a_paragraph_with_exit_code_1(anyattn, argv, wanted):
+    ended = anyattn(*argv)
+    assert ended.code == 1
+    assert ended.err.startswith("error: ")
+    assert wanted in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["backends"], ["generate", "--prompt", "x"]])
+@pytest.mark.parametrize(("name", "value"), [("ANYATTN_PAGE_SIZE", "abc"), ("ANYATTN_STRICT", "maybe")])
+def test_a_setting_that_means_nothing_is_refused_by_name(anyattn, monkeypatch, command, name, value):
+    monkeypatch.setenv(name, value)
+    ended = anyattn(*command)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"error: {name} must be ")
+    assert value in ended.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["nonesuch"],
+        ["doctor", "--nonesuch"],
+        ["backends", "--page-size", "0"],
+        ["backends", "--page-size", "many"],
+        ["backends", "--graph", "sometimes"],
+        ["backends", "--layout", "DHN"],
+        ["backends", "--mla", "--head-dim", "128"],
+        ["generate"],
+        ["generate", "--prompt", "x", "--max-new-tokens", "0"],
+        ["generate", "--prompt", "x", "--page-size", "-1"],
+    ],
+)
+def test_wrong_usage_exits_2(anyattn, argv):
+    ended = anyattn(*argv)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Usage: anyattn" in ended.err
+
+
+def test_an_interrupt_exits_130_quietly(anyattn, monkeypatch):
+    def interrupted(plugins):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anyattn.cli.survey.detect", interrupted)
+    ended = anyattn("doctor")
+    assert (ended.code, ended.out, ended.err) == (130, "", "")
+
+
+def test_a_bug_keeps_its_plain_traceback(monkeypatch):
+    def bug(plugins):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("anyattn.cli.survey.detect", bug)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+def test_the_version_is_the_distributions(anyattn):
+    ended = anyattn("--version")
+    assert ended.code == 0
+    assert ended.out.startswith("anyattn ")
+
+
+@pytest.mark.parametrize("command", ["doctor", "backends", "generate"])
+def test_every_command_explains_itself(anyattn, command):
+    ended = anyattn(command, "--help")
+    assert ended.code == 0
+    assert "--json" in ended.out
+
+
+def test_python_m_anyattn_is_the_command_line():
+    ended = subprocess.run(
+        [sys.executable, "-m", "anyattn", "backends", "--backend", "nonesuch"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: ")
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,126 @@
+"""The import rules between the rooms, read from the sources; docs/architecture.md states them in words."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anyattn
+
+PACKAGE = Path(anyattn.__file__).parent
+SHARED = {"types", "errors", "lazy"}
+
+ALLOWED = {
+    "types": set(),
+    "errors": set(),
+    "lazy": set(),
+    "settings": {"errors"},
+    "platforms": SHARED | {"platforms"},
+    "mem_cache": SHARED | {"mem_cache"},
+    "attention": SHARED | {"attention", "mem_cache", "platforms.base"},
+    "plugins.hookspecs": {"types"},
+    "plugins": SHARED | {"plugins"},
+    "hardware_backend": SHARED | {"attention", "mem_cache", "platforms.base"},
+    "wiring": SHARED | {"attention", "mem_cache", "platforms.base", "plugins", "settings"},
+    "testing": SHARED | {"testing", "attention", "mem_cache", "platforms.base", "wiring"},
+    "integrations": None,
+    "cli": None,
+    "__main__": None,
+    "": {"errors", "types", "attention", "platforms.base", "plugins", "wiring"},
+}
+"""By room: what it may import of anyattn; None for the outermost rooms, which may import every other."""
+
+VENDOR_PACKAGES = {"flashinfer", "flash_attn", "flash_attn_interface", "sgl_kernel", "flash_mla", "vllm", "aiter"} | {
+    "torch_npu", "vllm_xpu_kernels", "mlx", "fa3_fwd_interface", "pynvml"
+}  # fmt: skip
+
+
+def modules():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(pytest.param(name, path, id=name or "anyattn"))
+    return found
+
+
+def imported(path):
+    """Dotted names that a file imports anywhere, inside functions and under TYPE_CHECKING too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "lazy_import":
+            names.add(ast.literal_eval(node.args[0]))
+    return names
+
+
+def within(name, rooms):
+    return any(name == room or name.startswith(room + ".") for room in rooms)
+
+
+def room_of(module):
+    parts = module.split(".")
+    return next(key for key in (module, parts[0]) if key in ALLOWED)
+
+
+@pytest.mark.parametrize(("module", "path"), modules())
+def test_a_file_imports_only_what_its_room_may(module, path):
+    allowed = ALLOWED[room_of(module)]
+    own = {name.removeprefix("anyattn.") for name in imported(path) if name.startswith("anyattn.")}
+    if allowed is not None:
+        assert {name for name in own if not within(name, allowed)} == set()
+
+
+@pytest.mark.parametrize(("module", "path"), modules())
+def test_only_hardware_backend_and_platforms_name_a_vendors_package(module, path):
+    if not module.startswith(("hardware_backend", "platforms")):
+        assert {name for name in imported(path) if within(name, VENDOR_PACKAGES)} == set()
+
+
+@pytest.mark.parametrize(("module", "path"), modules())
+def test_no_file_but_the_registration_names_a_hardware_backend(module, path):
+    if module.startswith("hardware_backend") or module == "plugins.builtin":
+        return
+    assert "anyattn.hardware_backend" not in path.read_text()
+
+
+@pytest.mark.parametrize(("module", "path"), modules())
+def test_one_backend_file_never_imports_another(module, path):
+    if module.startswith("hardware_backend."):
+        own = {name for name in imported(path) if name.startswith("anyattn.hardware_backend.")}
+        assert {name for name in own if not within(name, {f"anyattn.{module}"})} == set()
+
+
+def test_importing_anyattn_brings_in_no_torch_no_triton_and_no_vendor_package():
+    heavy = sorted({"torch", "triton", "numpy", "transformers", "typer", "rich"} | VENDOR_PACKAGES)
+    program = f"import sys, anyattn; dir(anyattn); print([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_asking_what_would_be_chosen_brings_in_no_torch_and_no_vendor_package():
+    heavy = sorted({"torch", "triton"} | (VENDOR_PACKAGES - {"pynvml"}))
+    program = (
+        "import sys; from anyattn import wiring, AttentionSpec, select\n"
+        "plugins = wiring.plugin_manager()\n"
+        "spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)\n"
+        "device = [d for d in wiring.detect(plugins).devices if d.kind == 'cpu'][0]\n"
+        "select(spec, device, wiring.candidates(plugins)).explain()\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_found_where_it_is_said_to_be():
+    for name in anyattn.__all__:
+        assert getattr(anyattn, name) is getattr(importlib.import_module(anyattn._HOMES[name]), name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        anyattn.no_such_name  # noqa: B018
