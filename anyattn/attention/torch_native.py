@@ -6,7 +6,7 @@ Each sequence's pages are gathered into a buffer that all layers and steps share
   query token the query heads of a group become rows of one matrix, so that each KV head is read once; for several, KV
   heads are expanded with stride 0, so that one mask serves all heads;
 - through explicit float32 products where it wants a soft cap, ALiBi, sinks, a tree or the LSE, which SDPA has not or
-  gives NaN for.
+  gives NaN for, and on accelerators wherever SDPA's flash kernel cannot be used.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ else:
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _SDPA_QUERIES = 512  # rows of a masked block: bounds the mask, and lets keys above the diagonal be skipped
 _SCORE_ELEMENTS = 1 << 22  # bounds the explicit path's score matrix to 16 MiB of float32
+_ACCELERATOR_SCORE_ELEMENTS = 1 << 26  # 256 MiB: larger products keep a larger device busy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,9 +89,15 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
-        self._explicit = (
+        needs_scores = (
             spec.logits_soft_cap is not None or spec.alibi or spec.sinks or spec.tree_mask or spec.return_lse
         )
+        # On accelerators SDPA means its flash kernel here, which takes no mask. What that refuses, SDPA would hand to
+        # its memory-efficient kernel, and that is wrong, in silence, for more than 65536 keys (pytorch issue 162588)
+        # and, with torch 2.11, for 512-element values where a row sees nothing of the first keys.
+        flash = spec.dtype != "float32" and spec.head_dim == spec.vo_head_dim <= 256
+        self._masks_in_sdpa = platform.kind == "cpu"
+        self._explicit = needs_scores or not (self._masks_in_sdpa or flash)
         self._dtype: torch.dtype = torch.float32 if self._explicit else getattr(torch, spec.dtype)
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -140,9 +147,10 @@ class TorchNativeBackend(AttentionBackend):
         return 0 if window is None else max(position + 1 - window, 0)
 
     def _queries_per_block(self, num_keys: int) -> int:
-        if self._explicit:
-            return max(_SCORE_ELEMENTS // (self.spec.num_qo_heads * num_keys), 1)
-        return _SDPA_QUERIES
+        if self._masks_in_sdpa and not self._explicit:
+            return _SDPA_QUERIES
+        elements = _SCORE_ELEMENTS if self.platform.kind == "cpu" else _ACCELERATOR_SCORE_ELEMENTS
+        return max(elements // (self.spec.num_qo_heads * num_keys), 1)
 
     def _mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         if not self.spec.causal:
@@ -174,7 +182,7 @@ class TorchNativeBackend(AttentionBackend):
                 v = self._gather("v", v_pages, sequence.pages, kv.v_scale)
             for block in sequence.blocks:
                 rows, keys = block.rows, block.keys
-                if self._explicit:
+                if self._explicit or (block.mask is not None and not self._masks_in_sdpa):
                     out[rows], block_lse = self._attend(q[rows], k[keys], v[keys], block, sinks, alibi_slopes)
                     if lse is not None:
                         lse[rows] = block_lse
@@ -228,6 +236,7 @@ class TorchNativeBackend(AttentionBackend):
         heads, group = spec.num_kv_heads, spec.group_size
         grouped = q.float().reshape(num_queries, heads, group, -1).permute(1, 2, 0, 3)
         folded = grouped.reshape(heads, group * num_queries, -1)
+        k, v = k.float(), v.float()
         scores = torch.bmm(folded, k.permute(1, 2, 0)).view(heads, group, num_queries, num_keys) * spec.scale
         if spec.logits_soft_cap is not None:
             scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)

@@ -1,0 +1,81 @@
+"""What an NVIDIA GPU can run, run on it: `pytest -m cuda`. FlashInfer compiles its kernels at their first use."""
+
+import importlib.metadata
+import secrets
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import wiring
+from anyattn.attention.reference import ReferenceBackend
+from anyattn.attention.torch_native import TorchNativeBackend
+from anyattn.hardware_backend.cuda.flashinfer import FlashInferBackend
+from anyattn.testing.cases import cases_for
+from anyattn.testing.numerics import check_case
+
+pytestmark = pytest.mark.cuda
+
+BACKENDS = [FlashInferBackend, ReferenceBackend, TorchNativeBackend]
+CASES = [
+    pytest.param(backend, case, id=f"{backend.__name__} {case.name}")
+    for backend in BACKENDS
+    for case in cases_for(backend.capabilities)
+]
+GQA = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return wiring.choose_device(wiring.detect(), "cuda")
+
+
+@pytest.fixture
+def flashinfer_is_installed():
+    try:
+        importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs flashinfer-python")
+
+
+@pytest.mark.parametrize(("backend", "case"), CASES)
+def test_a_backend_is_right_in_every_case_that_it_declares(gpu, backend, case, request):
+    if backend is FlashInferBackend:
+        request.getfixturevalue("flashinfer_is_installed")
+    seed = secrets.randbelow(1 << 31)
+    result = check_case(backend, case, gpu, seed)
+    assert result.failure is None, f"seed {seed}: {result.failure}"
+
+
+@pytest.mark.usefixtures("flashinfer_is_installed")
+def test_flashinfer_is_chosen_for_a_plain_model():
+    rt = anyattn.create_runtime(anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=64, device="cuda")
+    assert (rt.selection.prefill, rt.selection.decode) == ("flashinfer", "flashinfer")
+
+
+@pytest.mark.usefixtures("flashinfer_is_installed")
+def test_a_flashinfer_plan_stays_valid_while_others_are_made_and_run():
+    rt = anyattn.create_runtime(anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=256, device="cuda")
+    q, k, v = (torch.randn(90, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+    first, second = rt.new_sequences(1), rt.new_sequences(2)
+    plan = rt.plan(rt.extend(first, [90]))
+    wanted = rt.run(0, q, k, v, plan).clone()
+    other = rt.plan(rt.extend(second, [30, 60]))
+    rt.run(0, *(torch.randn_like(x) for x in (q, k, v)), other)
+    assert torch.equal(rt.run(0, q, k, v, plan), wanted)
+
+
+def test_the_pool_and_the_page_table_on_the_device_need_no_host_sync():
+    """Extending, planning, storing and attending in torch wait for nothing on the device."""
+    rt = anyattn.create_runtime(
+        anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=64, device="cuda", backend="torch_native"
+    )
+    seqs = rt.new_sequences(2)
+    tensors = [torch.randn(8, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)]
+    rt.run(0, *tensors, rt.plan(rt.extend(seqs, [5, 3])))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rt.run(0, *tensors, rt.plan(rt.extend(seqs, [3, 5])))
+        rt.run(0, *(x[:2] for x in tensors), rt.plan(rt.extend(seqs, [1, 1])))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
