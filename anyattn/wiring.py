@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.select import BackendCandidate, Candidates, Preference, Selection, select_layers
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import NoDeviceError, SpecError
-from anyattn.mem_cache.base import KVAllocator, KVPool
+from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator, KVPool, PoolCapabilities
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.plugins.manager import Offer, PluginManager
@@ -39,8 +40,14 @@ def plugin_manager(settings: Settings | None = None) -> PluginManager:
 
 
 def detect(plugins: PluginManager | None = None) -> Detection:
-    """Runs every platform probe. Starts no device context, and no probe takes another down."""
-    plugins = plugins or plugin_manager()
+    """Runs every platform probe. Starts no device context, and no probe takes another down.
+
+    plugins: whose `problems` then tell what failed to load; without it they are among the detection's.
+    """
+    if plugins is None:
+        plugins = plugin_manager()
+        found = detect(plugins)
+        return Detection(devices=found.devices, problems=(*found.problems, *plugins.problems))
     devices: list[Platform] = []
     problems: list[str] = []
     for offer in plugins.platforms().values():
@@ -82,32 +89,45 @@ def choose_device(detection: Detection, wanted: str | None) -> Platform:
     raise NoDeviceError(f"{asked}. Found: {found}. {' '.join(detection.problems)}".rstrip())
 
 
-def candidates(plugins: PluginManager) -> Candidates:
-    """What the plugins offer, with what is missing here for each backend."""
+def candidates(plugins: PluginManager, detection: Detection | None = None) -> Candidates:
+    """What the plugins offer, with what is missing here for each backend.
+
+    detection: whose devices that torch cannot drive here are told among the candidates' problems.
+    """
     backends = []
     for offer in plugins.attention_backends().values():
-        backend = _load_class(plugins, offer, AttentionBackend)
-        if backend is not None:
-            backends.append(
-                BackendCandidate(
-                    name=offer.name,
-                    distribution=offer.distribution,
-                    capabilities=backend.capabilities,
-                    missing=missing_packages(backend.capabilities.packages, backend.capabilities.extra),
-                )
+        capabilities = _capabilities(plugins, offer, AttentionBackend, Capabilities)
+        if capabilities is None:
+            continue
+        try:
+            missing = missing_packages(capabilities.packages, capabilities.extra)
+        except Exception as error:
+            plugins.report(f"{offer.name!r} of {offer.distribution} declares packages that cannot be read: {error}")
+            continue
+        backends.append(
+            BackendCandidate(
+                name=offer.name, distribution=offer.distribution, capabilities=capabilities, missing=missing
             )
+        )
+    allocators = {
+        offer.name: capabilities
+        for offer in plugins.kv_allocators().values()
+        if (capabilities := _capabilities(plugins, offer, KVAllocator, AllocatorCapabilities)) is not None
+    }
+    pools = {
+        offer.name: capabilities
+        for offer in plugins.kv_pools().values()
+        if (capabilities := _capabilities(plugins, offer, KVPool, PoolCapabilities)) is not None
+    }
+    unusable = [d for d in detection.devices if d.problems] if detection else []
     return Candidates(
         backends=backends,
-        allocators={
-            offer.name: allocator.capabilities
-            for offer in plugins.kv_allocators().values()
-            if (allocator := _load_class(plugins, offer, KVAllocator)) is not None
-        },
-        pools={
-            offer.name: pool.capabilities
-            for offer in plugins.kv_pools().values()
-            if (pool := _load_class(plugins, offer, KVPool)) is not None
-        },
+        allocators=allocators,
+        pools=pools,
+        problems=(
+            *(f"{device} cannot be used here: {'; '.join(device.problems)}" for device in unusable),
+            *plugins.problems,
+        ),
     )
 
 
@@ -142,9 +162,12 @@ def create_runtime(
     settings = Settings.from_env()
     plugins = plugin_manager(settings)
     layer_specs = _layer_specs(spec, num_layers)
-    platform = device
-    if not isinstance(platform, Platform):
-        platform = choose_device(detect(plugins), platform or settings.platform)
+    detection = None
+    if isinstance(device, Platform):
+        platform = device
+    else:
+        detection = detect(plugins)
+        platform = choose_device(detection, device or settings.platform)
     preference = Preference(
         prefill_backend=prefill_backend or backend or settings.prefill_backend,
         decode_backend=decode_backend or backend or settings.decode_backend,
@@ -153,7 +176,7 @@ def create_runtime(
         page_size=settings.page_size if page_size is None else page_size,
         layout=layout,
     )
-    selections = select_layers(layer_specs, platform, candidates(plugins), preference)
+    selections = select_layers(layer_specs, platform, candidates(plugins, detection), preference)
     return _assemble(layer_specs, selections, plugins, num_pages, debug=settings.debug)
 
 
@@ -194,8 +217,11 @@ def _layer_specs(spec: AttentionSpec | Sequence[AttentionSpec], num_layers: int 
     return specs
 
 
-def _load_class(plugins: PluginManager, offer: Offer, base: type[Any]) -> Any | None:
-    """The offered class; None, and a problem, when it cannot be loaded or is not what the hook promises."""
+def _capabilities(plugins: PluginManager, offer: Offer, base: type[Any], declared: type[Any]) -> Any | None:
+    """What the offered class declares; None, and a problem, when it cannot be loaded or is not what the hook promises.
+
+    base: what the class must derive from. declared: of what type its `capabilities` must be.
+    """
     loaded = plugins.load(offer)
     if loaded is None:
         return None
@@ -205,7 +231,8 @@ def _load_class(plugins: PluginManager, offer: Offer, base: type[Any]) -> Any | 
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         plugins.report(f"{offer.name!r} of {offer.distribution} lacks {', '.join(missing)} of {base.__name__}.")
         return None
-    if not hasattr(loaded, "capabilities"):
-        plugins.report(f"{offer.name!r} of {offer.distribution} declares no capabilities.")
+    capabilities = getattr(loaded, "capabilities", None)
+    if not isinstance(capabilities, declared):
+        plugins.report(f"{offer.name!r} of {offer.distribution} has no capabilities of type {declared.__name__}.")
         return None
-    return loaded
+    return capabilities

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from anyattn.mem_cache.page_table import StepView
+    from anyattn.mem_cache.page_table import PageTable, StepView
 else:
     np = lazy_import("numpy")
     torch = lazy_import("torch")
@@ -27,16 +27,17 @@ class HostBatch:
     """What kernels' planners want on the host, so that none of them has to read it back from the device.
 
     qo_lens, kv_lens, prefix_lens: [num_seqs], new tokens, all tokens, tokens before the step.
-    num_pages, last_page_len: [num_seqs]. qo_indptr, kv_indptr: [num_seqs + 1], in tokens and in pages.
-    kv_indices: [kv_indptr[-1]]. seqs: [num_seqs], the page table's handles.
+    num_pages, kv_last_page_len: [num_seqs]. qo_indptr, kv_indptr: [num_seqs + 1], in tokens and in pages.
+    kv_indices: [kv_indptr[-1]]. table, seqs: whose step it is, and the [num_seqs] handles there.
     """
 
+    table: PageTable
     seqs: npt.NDArray[np.int64]
     qo_lens: npt.NDArray[np.int64]
     kv_lens: npt.NDArray[np.int64]
     prefix_lens: npt.NDArray[np.int64]
     num_pages: npt.NDArray[np.int64]
-    last_page_len: npt.NDArray[np.int32]
+    kv_last_page_len: npt.NDArray[np.int32]
     qo_indptr: npt.NDArray[np.int32]
     kv_indptr: npt.NDArray[np.int32]
     kv_indices: npt.NDArray[np.int32]
@@ -81,12 +82,13 @@ class Batch:
         qo_lens = view.lengths - view.prefix_lens
         owner, positions = indices.token_positions(view.prefix_lens, view.lengths)
         host = HostBatch(
+            table=view.table,
             seqs=view.seqs,
             qo_lens=qo_lens,
             kv_lens=view.lengths,
             prefix_lens=view.prefix_lens,
             num_pages=view.num_pages,
-            last_page_len=indices.last_page_len(view.lengths, view.page_size),
+            kv_last_page_len=indices.last_page_len(view.lengths, view.page_size),
             qo_indptr=indices.indptr(qo_lens),
             kv_indptr=indices.indptr(view.num_pages),
             kv_indices=indices.kv_indices(view.rows, view.num_pages),
@@ -97,7 +99,7 @@ class Batch:
                 host.kv_lens.astype(np.int32),
                 host.kv_indptr,
                 host.kv_indices,
-                host.last_page_len,
+                host.kv_last_page_len,
                 view.rows,
                 indices.slots(view.rows, owner, positions, view.page_size),
                 positions,
@@ -127,7 +129,7 @@ class Batch:
 def _phase(qo_lens: npt.NDArray[np.int64], prefix_lens: npt.NDArray[np.int64], *, has_tree: bool) -> Phase:
     if has_tree:
         return "verify"
-    if qo_lens.max(initial=0) <= 1:
+    if qo_lens.size and (qo_lens == 1).all():
         return "decode"
     return "mixed" if ((qo_lens == 1) & (prefix_lens > 0)).any() else "prefill"
 
@@ -139,12 +141,14 @@ def checked_tree_masks(
     if len(tree_masks) != len(num_new_tokens):
         raise ContractError(f"tree_masks must hold one mask or None for each of the {len(num_new_tokens)} sequences.")
     for mask, length in zip(tree_masks, num_new_tokens, strict=True):
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise ContractError(f"a tree mask must be a bool tensor or None, not {type(mask).__name__}.")
         if mask is not None and (tuple(mask.shape) != (length, length) or mask.dtype != torch.bool):
             raise ContractError(
                 f"a tree mask for {length} new tokens must be bool [{length}, {length}], "
                 f"not {dtype_name(mask.dtype)} {list(mask.shape)}."
             )
-    return tuple(None if mask is None else mask.to(device, non_blocking=True) for mask in tree_masks)
+    return tuple(None if mask is None else mask.to(device, non_blocking=True, copy=True) for mask in tree_masks)
 
 
 def _to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

@@ -84,6 +84,7 @@ class Capabilities:
             *self._dtype_reasons(spec),
             *self._head_reasons(spec),
             *self._feature_reasons(spec),
+            *self._graph_reasons(spec, platform),
             *self._paging_reasons(page_size, layout),
             *_unknown_field_reasons(spec),
         ]
@@ -169,14 +170,12 @@ class Capabilities:
             neutral = _NEUTRAL[name]
             if getattr(spec, name) != neutral and not supported:
                 yield _replace_reason(name, getattr(spec, name), [neutral])
-        if spec.graph > self.graph:
-            supported_levels = [level.name.lower() for level in GraphLevel if level <= self.graph]
-            yield Reason(
-                field="graph",
-                wanted=spec.graph.name.lower(),
-                supported=", ".join(supported_levels),
-                remedy=f"set graph=GraphLevel.{self.graph.name}",
-            )
+
+    def _graph_reasons(self, spec: AttentionSpec, platform: Platform) -> Iterable[Reason]:
+        most = min(self.graph, platform.graph)
+        if spec.graph > most:
+            served = [level.name.lower() for level in reversed(GraphLevel) if level <= most]
+            yield _replace_reason("graph", spec.graph.name.lower(), served)
 
     def _paging_reasons(self, page_size: int | None, layout: KVLayout | None) -> Iterable[Reason]:
         if page_size is not None and page_size not in self.page_sizes:
@@ -192,11 +191,20 @@ class Capabilities:
 
 _NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}
 
+_JUDGED_FIELDS = frozenset(
+    {
+        "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "sm_scale", "causal",
+        "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "graph", "deterministic",
+        "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    }
+)  # fmt: skip
+"""The spec's fields that the reasons above judge. A field added to the spec joins this list with its own reason."""
+
 
 def _unknown_field_reasons(spec: AttentionSpec) -> Iterable[Reason]:
     """A spec of a later version or of an engine's own subclass may ask for what no declaration here knows."""
     for field in dataclasses.fields(spec):
-        if field.name not in _NEUTRAL and getattr(spec, field.name) != field.default:
+        if field.name not in _JUDGED_FIELDS and getattr(spec, field.name) != field.default:
             yield Reason(
                 field=field.name,
                 wanted=str(getattr(spec, field.name)),

@@ -19,6 +19,8 @@ def merge_states(
 
     outputs: each [num_tokens, num_qo_heads, vo_head_dim]. lses: each [num_tokens, num_qo_heads], float32, natural
     log, -inf where that set holds nothing the row sees; the output there may be anything, NaN included.
+    The parts must be computed without sinks, which join the union's denominator once: multiply its output by
+    sigmoid(lse - sink) afterwards.
     Returns output in the parts' dtype and LSE. A row that sees nothing in any part gives 0 and -inf.
 
     With o_i the part's output and l_i its LSE, the union's is sum(exp(l_i) o_i) / sum(exp(l_i)) (FlashInfer,

@@ -27,7 +27,7 @@ else:
 class Plan:
     """One step, planned: made by `AttentionRuntime.plan`, used by `run` for every layer.
 
-    steps: for each distinct spec of the layers.
+    steps: for each distinct spec of the layers; none for a batch without tokens, which needs no kernel.
     """
 
     runtime: AttentionRuntime
@@ -95,12 +95,17 @@ class AttentionRuntime:
         return Batch.from_view(self.table.extend(seqs, num_new_tokens), self.device, checked)
 
     def plan(self, batch: Batch) -> Plan:
-        """The step's host work, once for all layers. Raises ContractError when a sequence of it has been freed."""
+        """The step's host work, once for all layers.
+
+        Raises ContractError when a sequence of the batch has been freed, or it is another runtime's.
+        """
+        if batch.host.table is not self.table:
+            raise ContractError("the batch is another runtime's: extend the sequences of this one.")
         self.table.require_alive(batch.host.seqs)
         return Plan(
             runtime=self,
             batch=batch,
-            steps=tuple(backend.plan(batch) for backend in self._backends),
+            steps=tuple(backend.plan(batch) for backend in self._backends) if batch.num_tokens else (),
             num_frees=self.table.num_frees,
         )
 
@@ -142,6 +147,9 @@ class AttentionRuntime:
             _check_tensor("out", out, v_shape, self._dtype, self.device)
             if not out.is_contiguous():
                 raise ContractError("out must be contiguous.")
+        if plan.batch.num_tokens == 0:
+            attended = q.new_empty(v_shape) if out is None else out
+            return (attended, q.new_empty(shape[:2], dtype=torch.float32)) if spec.return_lse else attended
         self.pool.store(layer, k, v, plan.batch.out_slots)
         if bound is not None:
             q = _absorb(q, bound[0])
@@ -171,7 +179,7 @@ class AttentionRuntime:
         rank = spec.vo_head_dim
         _check_tensor("w_uk", w_uk, (spec.num_qo_heads, spec.qk_nope_head_dim, rank), self._dtype, self.device)
         _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
-        self._up_projections[layer] = (w_uk, w_uv)
+        self._up_projections[layer] = (w_uk.detach(), w_uv.detach())
 
     def free(self, seqs: Sequence[int]) -> None:
         """Ends sequences and gives their pages back; their handles and the plans that hold them are then refused."""

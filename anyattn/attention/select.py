@@ -35,6 +35,8 @@ class Candidates:
     backends: Sequence[BackendCandidate]
     allocators: Mapping[str, AllocatorCapabilities]
     pools: Mapping[str, PoolCapabilities]
+    problems: tuple[str, ...] = ()
+    """In words, what kept a plugin or a device from being among the candidates; shown with every answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class Selection:
     allocator: str
     pool: str
     preference: Preference
+    problems: tuple[str, ...]
     verdicts: tuple[Verdict, ...] = field(repr=False)
 
     def backend(self, role: Role) -> str:
@@ -100,6 +103,8 @@ class Selection:
         if others:
             lines.append("not chosen")
             lines += [f"  {name}: {text}" for name, text in others]
+        if self.problems:
+            lines += ["problems", *(f"  {problem}" for problem in self.problems)]
         return "\n".join(lines)
 
     def _verdicts(self, name: str) -> list[Verdict]:
@@ -124,6 +129,10 @@ class Selection:
                 texts.append("; ".join(map(str, verdict.reasons)))
             elif self.preference.backend(verdict.role) is not None:
                 texts.append(f"valid, but {chosen} was asked for")
+            elif verdict.priority > next(v for v in self._verdicts(chosen) if v.role == verdict.role).priority:
+                texts.append(
+                    f"valid, with priority {verdict.priority}, but page size and layout find no agreement with it"
+                )
             else:
                 texts.append(f"valid, with priority {verdict.priority}")
         same = len(set(texts)) == 1
@@ -166,22 +175,41 @@ def judge(
 ) -> tuple[Verdict, ...]:
     """Every backend in every role, valid or not, with all reasons; by role, then priority, then name."""
     verdicts = [
-        Verdict(
-            name=candidate.name,
-            distribution=candidate.distribution,
-            role=role,
-            priority=candidate.capabilities.priority_for(platform, spec, role),
-            reasons=(
-                *candidate.missing,
-                *candidate.capabilities.reject_reasons(
-                    spec, platform, role, page_size=preference.page_size, layout=preference.layout
-                ),
-            ),
-        )
-        for role in ROLES
-        for candidate in candidates.backends
+        _verdict(spec, platform, candidate, role, preference) for role in ROLES for candidate in candidates.backends
     ]
     return tuple(sorted(verdicts, key=lambda v: (ROLES.index(v.role), -v.priority, v.name)))
+
+
+def _verdict(
+    spec: AttentionSpec, platform: Platform, candidate: BackendCandidate, role: Role, preference: Preference
+) -> Verdict:
+    capabilities = candidate.capabilities
+    reasons = [
+        *candidate.missing,
+        *capabilities.reject_reasons(
+            spec, platform, role, page_size=preference.page_size, layout=preference.layout
+        ),
+    ]
+    priority = 0
+    if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
+        try:
+            priority = int(capabilities.priority_for(platform, spec, role))
+        except Exception as error:
+            reasons.append(
+                Reason(
+                    field="priority",
+                    wanted="a number",
+                    supported=f"{type(error).__name__}: {error}",
+                    remedy=f"report it to {candidate.distribution}",
+                )
+            )
+    return Verdict(
+        name=candidate.name,
+        distribution=candidate.distribution,
+        role=role,
+        priority=priority,
+        reasons=tuple(reasons),
+    )
 
 
 def select(
@@ -205,7 +233,7 @@ def select(
         valid = [verdict.name for verdict in verdicts if verdict.role == role and not verdict.reasons]
         wanted = preference.backend(role)
         if not valid or (wanted is not None and wanted not in valid):
-            raise NoBackendError(_refusal(spec, platform, role, wanted, verdicts))
+            raise NoBackendError(_refusal(spec, platform, role, wanted, verdicts, candidates.problems))
         chosen[role] = valid if wanted is None else [wanted]
     pools = _valid_pools(spec, platform, candidates, preference)
     allocators = _valid_allocators(platform, candidates, preference)
@@ -225,6 +253,7 @@ def select(
                     allocator=allocator,
                     pool=pool,
                     preference=preference,
+                    problems=candidates.problems,
                     verdicts=verdicts,
                 )
     raise NoBackendError(
@@ -250,6 +279,8 @@ def select_layers(
     preference = preference or Preference()
     specs = list(dict.fromkeys(layer_specs))
     free = [select(spec, platform, candidates, preference) for spec in specs]
+    if len(free) == 1:
+        return {specs[0]: free[0]}
     agreements = []
     for choice in free:
         pinned = replace(
@@ -326,7 +357,12 @@ def _named_or_best(
 
 
 def _refusal(
-    spec: AttentionSpec, platform: Platform, role: Role, wanted: str | None, verdicts: Sequence[Verdict]
+    spec: AttentionSpec,
+    platform: Platform,
+    role: Role,
+    wanted: str | None,
+    verdicts: Sequence[Verdict],
+    problems: Sequence[str],
 ) -> str:
     in_role = [verdict for verdict in verdicts if verdict.role == role]
     valid = [verdict.name for verdict in in_role if not verdict.reasons]
@@ -342,4 +378,4 @@ def _refusal(
         shown = [verdict for verdict in in_role if verdict.name == wanted]
     lines = [f"  {verdict.name}: {'; '.join(map(str, verdict.reasons))}" for verdict in shown]
     tail = f"Valid here: {', '.join(valid)}." if valid else "`anyattn backends` shows every backend with its reasons."
-    return "\n".join([head, *lines, tail])
+    return "\n".join([head, *lines, *problems, tail])

@@ -35,7 +35,7 @@ class AttentionSpec:
     alibi: `run` takes one slope a head; slope * (key position - query position) is added to the scores.
     tree_mask: batches may bring a mask among a sequence's new tokens (verification of speculated token trees).
     return_lse: `run` also returns log(sum(exp(scores))), natural, float32, [num_tokens, num_qo_heads].
-    graph: the batches for which a captured device graph must stay valid.
+    graph: the batches for which a captured device graph must stay valid; a GraphLevel or its name in lower case.
     deterministic: a row's bits do not depend on the other sequences of its batch.
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim: MLA's latent rank and parts of the query head.
     """
@@ -84,6 +84,7 @@ class AttentionSpec:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
         self._check_sizes()
+        self._check_graph()
         self._check_dtypes()
         self._check_masks()
         if self.kv_lora_rank is None:
@@ -108,6 +109,14 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise SpecError(f"{name} must be positive and finite, or None: {value!r} given.")
+
+    def _check_graph(self) -> None:
+        if isinstance(self.graph, GraphLevel):
+            return
+        names = [level.name.lower() for level in GraphLevel]
+        if self.graph not in names:
+            raise SpecError(f"graph must be one of {', '.join(names)}, not {self.graph!r}.")
+        object.__setattr__(self, "graph", GraphLevel[str(self.graph).upper()])
 
     def _check_dtypes(self) -> None:
         if self.dtype not in DTYPE_BYTES or self.dtype in FP8_DTYPES:

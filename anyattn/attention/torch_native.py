@@ -92,10 +92,16 @@ class TorchNativeBackend(AttentionBackend):
         needs_scores = (
             spec.logits_soft_cap is not None or spec.alibi or spec.sinks or spec.tree_mask or spec.return_lse
         )
-        # On accelerators SDPA means its flash kernel here, which takes no mask. What that refuses, SDPA would hand to
-        # its memory-efficient kernel, and that is wrong, in silence, for more than 65536 keys (pytorch issue 162588)
-        # and, with torch 2.11, for 512-element values where a row sees nothing of the first keys.
-        flash = spec.dtype != "float32" and spec.head_dim == spec.vo_head_dim <= 256
+        # On accelerators only what SDPA gives to its flash kernel goes there, so nothing with a mask. The rest it would
+        # give to its memory-efficient kernel, which is wrong, in silence, for more than 65536 keys (pytorch issue
+        # 162588) and, with torch 2.11, for 512-element values where a row sees nothing of the first keys.
+        capability = platform.compute_capability
+        flash = (
+            capability is not None
+            and capability >= (8, 0)
+            and spec.dtype != "float32"
+            and spec.head_dim == spec.vo_head_dim <= 256
+        )
         self._masks_in_sdpa = platform.kind == "cpu"
         self._explicit = needs_scores or not (self._masks_in_sdpa or flash)
         self._dtype: torch.dtype = torch.float32 if self._explicit else getattr(torch, spec.dtype)
@@ -204,7 +210,9 @@ class TorchNativeBackend(AttentionBackend):
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < indices.numel():
             size = max(indices.numel(), 0 if buffer is None else 2 * buffer.shape[0])
-            buffer = self._buffers[name] = torch.empty((size, *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
+            with torch.inference_mode(False):  # later steps may run outside of inference mode
+                buffer = torch.empty((size, *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
+            self._buffers[name] = buffer
         return torch.index_select(pages, 0, indices, out=buffer[: indices.numel()])
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block) -> torch.Tensor:

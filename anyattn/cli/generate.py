@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anyattn.attention.runtime import AttentionRuntime
     from anyattn.integrations.transformers import GenerationResult
 
-_PACKAGES = ("torch>=2.9", "transformers>=5")
+_PACKAGES = ("torch>=2.9", "transformers>=5.4")
 _MAX_NUM_SEQS = 32
 
 

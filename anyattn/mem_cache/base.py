@@ -165,4 +165,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def set_scales(self, layer: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> None:
-        """Sets what `store` divides by and readers multiply with, before anything of the layer is stored."""
+        """Sets what `store` divides by and readers multiply with, before anything of the layer is stored.
+
+        A float, or a float32 tensor of one element on the pool's device. Raises ContractError for another, and when
+        the pool's dtype is not fp8.
+        """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.errors import ContractError
+from anyattn.errors import ContractError, OutOfPagesError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache import indices
 
@@ -27,10 +27,12 @@ _MAX_ROWS = 1 << _ROW_BITS
 class StepView:
     """The page table as one step sees it, on the host; later changes of the table do not reach it.
 
-    seqs: [num_seqs], handles. prefix_lens, lengths: [num_seqs], tokens before and after the step's new ones.
+    table: whose step it is. seqs: [num_seqs], handles.
+    prefix_lens, lengths: [num_seqs], tokens before and after the step's new ones.
     rows: [num_seqs, max_pages], int32, padded with the null page. num_pages: [num_seqs].
     """
 
+    table: PageTable
     page_size: int
     seqs: Int64s
     prefix_lens: Int64s
@@ -78,8 +80,9 @@ class PageTable:
         """
         rows = self._rows(seqs)
         new = _counts(num_new_tokens, len(rows))
+        self._refuse_overlong(new)
         prefix_lens = self._lengths[rows]
-        lengths = prefix_lens + new
+        lengths = prefix_lens + new.astype(np.int64)
         have = self._num_pages[rows]
         needed = -(-lengths // self.page_size) - have
         num_pages = have + needed
@@ -92,6 +95,7 @@ class PageTable:
         if self._debug:
             self.check()
         return StepView(
+            table=self,
             page_size=self.page_size,
             seqs=np.asarray(seqs, dtype=np.int64),
             prefix_lens=prefix_lens,
@@ -143,7 +147,7 @@ class PageTable:
             raise ContractError("a sequence owns more or fewer pages than its length needs.")
 
     def _rows(self, seqs: Sequence[int] | Int64s) -> npt.NDArray[np.int64]:
-        handles = np.asarray(seqs)
+        handles = _array("sequences", seqs)
         if handles.size == 0:
             return np.zeros(0, dtype=np.int64)
         if handles.ndim != 1 or handles.dtype.kind not in "iu":
@@ -158,6 +162,13 @@ class PageTable:
         if np.unique(rows).size != rows.size:
             raise ContractError("a sequence is named twice in one call.")
         return rows
+
+    def _refuse_overlong(self, new: npt.NDArray[np.integer]) -> None:
+        """Counts that no pool could hold are refused in Python's integers, before int64 can overflow."""
+        allocator = self.allocator
+        if new.size and int(new.max()) > allocator.num_pages * self.page_size:
+            needed = sum(-(-count // self.page_size) for count in new.tolist())
+            raise OutOfPagesError(needed, allocator.num_free_pages, allocator.num_pages)
 
     def _add_rows(self) -> None:
         old = self._alive.size
@@ -178,12 +189,19 @@ class PageTable:
             self._pages = np.pad(self._pages, ((0, 0), (0, more)))
 
 
-def _counts(num_new_tokens: Any, num_seqs: int) -> Int64s:
-    counts = np.asarray(num_new_tokens)
+def _counts(num_new_tokens: Any, num_seqs: int) -> npt.NDArray[np.integer]:
+    counts = _array("num_new_tokens", num_new_tokens)
     if counts.shape != (num_seqs,):
         raise ContractError(f"num_new_tokens must hold one number for each of the {num_seqs} sequences.")
     if counts.size and counts.dtype.kind not in "iu":
         raise ContractError(f"num_new_tokens must be integers, not {counts.dtype}.")
     if counts.size and counts.min() < 0:
         raise ContractError(f"num_new_tokens must not be negative: {int(counts.min())} given.")
-    return counts.astype(np.int64)
+    return counts
+
+
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of other devices
+        raise ContractError(f"{name} must be a flat list of integers on the host: {error}") from error

@@ -38,7 +38,8 @@ class _TorchPool(KVPool):
             "NHD": (cache.page_size, cache.num_kv_heads, dim),
             "HND": (cache.num_kv_heads, cache.page_size, dim),
         }[cache.layout]
-        return torch.zeros((self.num_pages + 1, *page), dtype=getattr(torch, cache.kv_dtype), device=device)
+        with torch.inference_mode(False):  # a pool may be made in inference mode and be written outside of it
+            return torch.zeros((self.num_pages + 1, *page), dtype=getattr(torch, cache.kv_dtype), device=device)
 
     def _write(self, pages: torch.Tensor, new: torch.Tensor, scale: float | torch.Tensor, slots: torch.Tensor) -> None:
         """pages: [num_pages, page_size, num_kv_heads, dim], any strides. new: [num_tokens, num_kv_heads, dim]."""
@@ -52,13 +53,21 @@ class _TorchPool(KVPool):
             pages[slots // page_size, slots % page_size] = stored
 
     def set_scales(self, layer: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> None:
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if isinstance(scale, torch.Tensor):
-                if scale.numel() != 1 or scale.dtype != torch.float32:
-                    raise ContractError(f"{name} must be a float or a float32 tensor of one element.")
-            elif not scale > 0:
-                raise ContractError(f"{name} must be positive, not {scale}.")
-        self.layers[layer] = replace(self.layers[layer], k_scale=k_scale, v_scale=v_scale)
+        if self.cache.kv_dtype not in FP8_DTYPES:
+            raise ContractError(f"only fp8 KV has scales, and this pool stores {self.cache.kv_dtype}.")
+        self.layers[layer] = replace(
+            self.layers[layer], k_scale=self._scale("k_scale", k_scale), v_scale=self._scale("v_scale", v_scale)
+        )
+
+    def _scale(self, name: str, scale: float | torch.Tensor) -> float | torch.Tensor:
+        device = self.layers[0].k.device
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
+                raise ContractError(f"{name} must be a float or a float32 tensor of one element on {device}.")
+            return scale.reshape(())  # a scalar, as one of one dimension would widen what it is multiplied with
+        if not scale > 0:
+            raise ContractError(f"{name} must be positive, not {scale}.")
+        return scale
 
 
 class MHAPool(_TorchPool):

@@ -61,9 +61,16 @@ class PluginManager:
         self._manager.register(builtin, _BUILTIN)
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
-        for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
+        by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
+        for entry_point in entry_points:
             if allow is None or entry_point.name in allow:
-                self._register(entry_point)
+                by_name.setdefault(entry_point.name, []).append(entry_point)
+        for name in sorted(by_name):
+            if len(by_name[name]) > 1 or name == _BUILTIN:
+                owners = ", ".join(sorted(map(_distribution, by_name[name])))
+                self.report(f"plugin name {name!r} is taken by {owners}; none is loaded: uninstall or rename one.")
+            else:
+                self._register(by_name[name][0])
 
     def platforms(self) -> dict[str, Offer]:
         """Platform probes by device kind."""
@@ -97,12 +104,8 @@ class PluginManager:
             self.problems.append(problem)
 
     def _register(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        distribution = "unknown distribution" if entry_point.dist is None else entry_point.dist.name
+        distribution = _distribution(entry_point)
         who = f"plugin {entry_point.name} ({distribution})"
-        if entry_point.name in self._distributions:
-            other = self._distributions[entry_point.name]
-            self.report(f"{who} is left out: {other} already provides a plugin of that name; uninstall one of them.")
-            return
         try:
             plugin = entry_point.load()
         except Exception as error:
@@ -136,7 +139,7 @@ class PluginManager:
             plugin = implementation.plugin_name
             distribution = self._distributions[plugin]
             try:
-                names = dict(implementation.function())
+                names = _checked_offers(implementation.function())
             except Exception as error:
                 self.report(f"plugin {plugin} ({distribution}): {hook} raised {type(error).__name__}: {error}", error)
                 continue
@@ -152,3 +155,15 @@ class PluginManager:
             if len(rivals) == 1 or rivals[0].plugin == _BUILTIN:
                 offers[name] = rivals[0]
         return offers
+
+
+def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
+    return "unknown distribution" if entry_point.dist is None else entry_point.dist.name
+
+
+def _checked_offers(names: Any) -> dict[str, str]:
+    """What a hook returned. Raises TypeError when it is not names and dotted names."""
+    for name, target in dict(names).items():
+        if not (isinstance(name, str) and isinstance(target, str) and target.count(":") == 1):
+            raise TypeError(f"{name!r}: {target!r} is not a name and package.module:attribute")
+    return dict(names)

@@ -23,9 +23,9 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
         except importlib.metadata.PackageNotFoundError:
             installed = "not installed"
         else:
-            if requirement.specifier.contains(version, prereleases=True):
+            if version is not None and requirement.specifier.contains(version, prereleases=True):
                 continue
-            installed = f"{version} is installed"
+            installed = f"{version or 'an unknown version'} is installed"
         wanted = f"anyattn[{extra}]" if extra else text
         reasons.append(
             Reason(field="package", wanted=text, supported=installed, remedy=f'pip install "{wanted}"')

@@ -126,6 +126,9 @@ def _features(capabilities: Capabilities) -> Iterator[dict[str, Any]]:
     if capabilities.tree_mask:
         single.append({"tree_mask": True})
     yield from single
+    if capabilities.deterministic:
+        yield {"deterministic": True}
+        yield from ({**fields, "deterministic": True} for fields in single)
     if capabilities.lse:
         yield {"return_lse": True}
         yield from ({**fields, "return_lse": True} for fields in single)

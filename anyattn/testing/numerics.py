@@ -10,7 +10,7 @@ import torch
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.batch import Batch
 from anyattn.attention.hybrid import HybridBackend
-from anyattn.attention.reference import reference_attention, visible
+from anyattn.attention.reference import ReferenceBackend, reference_attention, visible
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.select import BackendCandidate, Candidates, Preference, select
 from anyattn.attention.spec import AttentionSpec
@@ -44,24 +44,42 @@ class ShuffledAllocator(PagedAllocator):
 
 
 def build_runtime(backend: type[AttentionBackend], case: Case, platform: Platform, seed: int) -> AttentionRuntime:
-    """A runtime of one layer around one backend, its pool full of NaN and its pages in random order."""
+    """A runtime of one layer around one backend, its pool full of NaN and its pages in random order.
+
+    A role whose phases the backend does not declare is filled by the reference.
+    """
     pool_class = MLAPool if case.spec.is_mla else MHAPool
+    classes: dict[str, type[AttentionBackend]] = {"tested": backend, "reference": ReferenceBackend}
     candidates = Candidates(
-        backends=[BackendCandidate(name="tested", distribution="?", capabilities=backend.capabilities)],
+        backends=[
+            BackendCandidate(name=name, distribution="anyattn", capabilities=cls.capabilities)
+            for name, cls in classes.items()
+        ],
         allocators={"shuffled": ShuffledAllocator.capabilities},
         pools={"torch": pool_class.capabilities},
     )
-    choice = select(case.spec, platform, candidates, Preference(page_size=case.page_size, layout=case.layout))
+    phases = backend.capabilities.phases
+    preference = Preference(
+        prefill_backend="tested" if phases & {"prefill", "mixed", "verify"} else "reference",
+        decode_backend="tested" if "decode" in phases else "reference",
+        page_size=case.page_size,
+        layout=case.layout,
+    )
+    choice = select(case.spec, platform, candidates, preference)
     cache = case.spec.cache_spec(num_layers=1, page_size=case.page_size, layout=case.layout)
     longest = [sum(step[i] for step in case.steps) for i in range(len(case.steps[0]))]
     num_pages = sum(-(-tokens // case.page_size) for tokens in longest) + 3
     pool = pool_class(cache, num_pages, platform.torch_device)
     pool.layers[0].k.fill_(float("nan"))
     pool.layers[0].v.fill_(float("nan"))
-    instance = backend(case.spec, cache, platform)
+    instances = {name: classes[name](case.spec, cache, platform) for name in {choice.prefill, choice.decode}}
     table = PageTable(ShuffledAllocator(num_pages, case.page_size, seed=seed), case.page_size, debug=True)
     return AttentionRuntime(
-        [case.spec], {case.spec: choice}, {case.spec: HybridBackend(instance, instance)}, pool, table
+        [case.spec],
+        {case.spec: choice},
+        {case.spec: HybridBackend(instances[choice.prefill], instances[choice.decode])},
+        pool,
+        table,
     )
 
 
@@ -122,9 +140,10 @@ def check_case(backend: type[AttentionBackend], case: Case, platform: Platform, 
     sinks = torch.randn(spec.num_qo_heads, generator=generator) if spec.sinks else None
     slopes = torch.rand(spec.num_qo_heads, generator=generator) * 0.2 if spec.alibi else None
     seqs = rt.new_sequences(num_seqs)
-    got, exact, rounded = [], [], []
+    steps, got, exact, rounded = [], [], [], []
     for counts in case.steps:
         step = _Step.draw(spec, counts, generator)
+        steps.append(step)
         batch = rt.extend(seqs, counts, tree_masks=step.tree_masks)
         got.append(_run(rt, step, batch, sinks, slopes))
         for i, rows in enumerate(step.rows):
@@ -136,6 +155,8 @@ def check_case(backend: type[AttentionBackend], case: Case, platform: Platform, 
     rt.free(seqs)
     rt.table.check()
     results = []
+    if spec.deterministic:
+        results.append(_compare_alone(backend, case, platform, seed, steps, got, (sinks, slopes)))
     for part, name in enumerate(["output", "LSE"] if spec.return_lse else ["output"]):
         results.append(_compare(case, name, *(torch.cat([pair[part] for pair in x]) for x in (got, exact, rounded))))
     return max(results, key=lambda result: (result.failure is not None, result.error / result.allowed))
@@ -209,6 +230,38 @@ def _run(
         alibi_slopes=None if slopes is None else slopes.to(device),
     )
     return tuple(part.cpu() for part in result) if spec.return_lse else (result.cpu(),)
+
+
+def _compare_alone(
+    backend: type[AttentionBackend],
+    case: Case,
+    platform: Platform,
+    seed: int,
+    steps: list[_Step],
+    got: list[tuple[torch.Tensor, ...]],
+    per_head: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Result:
+    """Drives each sequence by itself through the same steps, on other pages: every bit must be as in the batch."""
+    for i in range(len(case.steps[0])):
+        rt = build_runtime(backend, case, platform, seed + 1 + i)
+        _set_scales(rt, case)
+        seqs = rt.new_sequences(1)
+        for number, (step, together) in enumerate(zip(steps, got, strict=True)):
+            rows = step.rows[i]
+            masks = None if step.tree_masks is None else [step.tree_masks[i]]
+            alone = _Step(
+                q=step.q[rows],
+                k=step.k[rows],
+                v=step.v[rows],
+                rows=[slice(0, rows.stop - rows.start)],
+                tree_masks=masks,
+            )
+            batch = rt.extend(seqs, [rows.stop - rows.start], tree_masks=masks)
+            for mine, ours in zip(_run(rt, alone, batch, *per_head), together, strict=True):
+                if not torch.equal(mine, ours[rows]):
+                    failure = f"sequence {i} depends on its batch-mates in step {number}, and deterministic is declared"
+                    return Result(case=case, error=float("inf"), allowed=1.0, failure=failure)
+    return Result(case=case, error=0.0, allowed=1.0, failure=None)
 
 
 def _compare(case: Case, name: str, got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> Result:

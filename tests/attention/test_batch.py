@@ -42,8 +42,9 @@ def test_csr_dense_and_slots_agree(page_size):
         ([3, 0], [4, 2], False, "prefill"),
         ([3, 2], [1, 4], False, "mixed"),
         ([3, 2], [1, 1], False, "decode"),
-        ([3, 2], [0, 1], False, "decode"),
-        ([0, 0], [0, 0], False, "decode"),
+        ([3, 2], [0, 1], False, "mixed"),
+        ([3, 2], [0, 4], False, "prefill"),
+        ([0, 0], [0, 0], False, "prefill"),
         ([3, 2], [2, 2], True, "verify"),
     ],
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from anyattn import AttentionSpec, Capabilities, GraphLevel, Platform
+from anyattn.attention.capabilities import _JUDGED_FIELDS
 from anyattn.types import ANY_INT, IntSet, ints
 
 CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
@@ -129,6 +130,18 @@ def test_a_field_that_is_not_known_is_refused_unless_it_holds_its_neutral_defaul
 def test_a_declaration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         BARE.sinks = True
+
+
+def test_the_graph_level_is_bounded_by_the_device_too():
+    everywhere = dataclasses.replace(BARE, graph=GraphLevel.ALWAYS)
+    wanted = SPEC.replace(graph=GraphLevel.UNIFORM)
+    assert reasons(wanted, CPU, capabilities=everywhere)["graph"].supported == "never"
+    gpu = dataclasses.replace(H100, graph=GraphLevel.ALWAYS)
+    assert reasons(wanted, gpu, capabilities=everywhere) == {}
+
+
+def test_every_field_of_the_spec_is_judged_and_no_other():
+    assert {field.name for field in dataclasses.fields(AttentionSpec)} == _JUDGED_FIELDS
 
 
 def test_int_sets_hold_what_they_say():

@@ -313,3 +313,65 @@ def test_the_buffers_of_torch_native_are_reused_from_step_to_step():
     for _ in range(20):
         rt.run(0, *inputs(1), rt.plan(rt.extend(seqs, [1])))
     assert {name: buffer.data_ptr() for name, buffer in backend._buffers.items()} == pointers
+
+
+def test_a_batch_of_another_runtime_is_refused_before_anything_is_written(rt):
+    other = anyattn.create_runtime(AttentionSpec(**GQA), num_layers=1, num_pages=4, device="cpu")
+    batch = other.extend(other.new_sequences(1), [3])
+    rt.new_sequences(1)  # its handle is the same number
+    with pytest.raises(ContractError, match="another runtime"):
+        rt.plan(batch)
+
+
+@pytest.mark.parametrize("count", [2**64 - 1, 2**63, 2**62])
+def test_a_count_beyond_every_integer_is_refused_and_shrinks_nothing(rt, count):
+    (seq,) = rt.new_sequences(1)
+    rt.extend([seq], [10])
+    with pytest.raises(OutOfPagesError):
+        rt.extend([seq], [count])
+    more = rt.new_sequences(4)
+    with pytest.raises(OutOfPagesError):
+        rt.extend(more, [2**62] * 4)
+    assert rt.table.lengths([seq, *more]) == [10, 0, 0, 0, 0]
+    rt.table.check()
+
+
+@pytest.mark.parametrize("seqs", [[[1], [2, 3]], "ab", [1.5], [None]])
+def test_handles_that_are_no_integers_are_refused(rt, seqs):
+    with pytest.raises(ContractError):
+        rt.extend(seqs, [1] * len(seqs))
+
+
+def test_a_runtime_made_and_used_in_inference_mode_works_outside_of_it(rt):
+    with torch.inference_mode():
+        inner = anyattn.create_runtime(AttentionSpec(**GQA), num_layers=1, num_pages=8, device="cpu")
+        seqs = inner.new_sequences(1)
+        inner.run(0, *inputs(3), inner.plan(inner.extend(seqs, [3])))
+    inner.run(0, *inputs(1), inner.plan(inner.extend(seqs, [1])))
+    with torch.inference_mode():
+        inner.run(0, *inputs(1), inner.plan(inner.extend(seqs, [1])))
+
+
+def test_bound_up_projections_may_be_parameters():
+    spec = AttentionSpec.mla(**MLA, qk_nope_head_dim=16, v_head_dim=12)
+    rt = anyattn.create_runtime(spec, num_layers=1, num_pages=4, device="cpu")
+    rt.bind_mla(0, torch.nn.Parameter(torch.randn(4, 16, 32)), torch.nn.Parameter(torch.randn(4, 32, 12)))
+    out = rt.run(0, torch.randn(2, 4, 24), torch.randn(2, 40), None, rt.plan(rt.extend(rt.new_sequences(1), [2])))
+    assert not out.requires_grad
+
+
+def test_a_tree_mask_changed_after_extend_does_not_reach_the_step():
+    rt = anyattn.create_runtime(
+        AttentionSpec(**GQA, tree_mask=True), num_layers=1, num_pages=8, device="cpu", backend="reference"
+    )
+    mask = torch.eye(3, dtype=torch.bool)
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [3], tree_masks=[mask]))
+    mask.fill_(True)
+    q, k, v = inputs(3)
+    assert torch.allclose(rt.run(0, q, k, v, plan), v.repeat_interleave(2, dim=1))
+
+
+def test_an_empty_step_gives_an_empty_lse():
+    rt = anyattn.create_runtime(AttentionSpec(**GQA, return_lse=True), num_layers=1, num_pages=4, device="cpu")
+    out, lse = rt.run(0, *inputs(0), rt.plan(rt.extend(rt.new_sequences(2), [0, 0])))
+    assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))

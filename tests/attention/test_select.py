@@ -141,6 +141,32 @@ def test_explain_says_what_was_chosen_from_where_and_why_not_the_others():
     assert "c: dtype: wanted bfloat16" in text
 
 
+def test_explain_says_that_a_better_candidate_found_no_agreement():
+    some = candidates(
+        backend("best", phases=frozenset({"decode"}), page_sizes=ints(64), priority=500),
+        backend("all", page_sizes=ints(16), priority=10),
+    )
+    assert "decode: valid, with priority 500, but page size and layout find no agreement" in select(
+        SPEC, CPU, some
+    ).explain()
+
+
+def test_a_priority_that_raises_refuses_its_own_backend_only():
+    def broken(platform, spec, role):
+        raise ZeroDivisionError("no priority")
+
+    found = select(SPEC, CPU, candidates(backend("a", priority=broken), backend("b")))
+    assert found.decode == "b"
+    assert "a: priority: wanted a number, supported ZeroDivisionError: no priority" in found.explain()
+
+
+def test_problems_are_told_with_the_choice_and_with_a_refusal():
+    some = dataclasses.replace(candidates(backend("a")), problems=("plugin zoo cannot be imported",))
+    assert "plugin zoo cannot be imported" in select(SPEC, CPU, some).explain()
+    with pytest.raises(NoBackendError, match="plugin zoo cannot be imported"):
+        select(SPEC, CPU, some, Preference(decode_backend="zoo"))
+
+
 def test_the_choice_and_its_trace_go_to_json():
     import json
 

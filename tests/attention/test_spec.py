@@ -52,6 +52,7 @@ def test_mla_is_one_kv_head_of_rank_plus_rope_whose_values_are_the_latents():
         ({"causal": False, "tree_mask": True}, "tree_mask needs causal=True"),
         ({"tree_mask": True, "sliding_window": 4}, "tree_mask cannot be joined"),
         ({"tree_mask": True, "alibi": True}, "tree_mask cannot be joined"),
+        ({"graph": "sometimes"}, "graph must be one of never"),
         ({"qk_rope_head_dim": 64}, "belong to MLA"),
         ({"kv_lora_rank": 512}, "MLA has one KV head"),
     ],
@@ -79,3 +80,4 @@ def test_a_spec_prints_what_is_not_default_and_goes_to_json():
     spec = AttentionSpec(**GQA, sliding_window=128, graph=GraphLevel.DECODE)
     assert str(spec) == "8/2 heads of 64, bfloat16, sliding_window=128, graph=decode"
     assert spec.to_json()["graph"] == "decode"
+    assert AttentionSpec(**GQA, graph="decode") == AttentionSpec(**GQA, graph=GraphLevel.DECODE)

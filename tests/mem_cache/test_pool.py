@@ -63,7 +63,7 @@ def test_what_is_read_is_the_stored_value_times_the_scale(scale):
 
 def test_a_scale_of_zero_of_several_elements_or_of_another_dtype_is_refused():
     pool = MHAPool(cache_spec(kv_dtype="float8_e4m3fn"), 2, "cpu")
-    for scale in (0.0, -1.0, torch.ones(3), torch.ones(1, dtype=torch.float64)):
+    for scale in (0.0, -1.0, torch.ones(3), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta")):
         with pytest.raises(ContractError, match="scale"):
             pool.set_scales(0, scale, 1.0)
     mla = MLAPool(cache_spec(num_kv_heads=1, v_head_dim=6, mla=True), 2, "cpu")
@@ -88,3 +88,15 @@ def test_bytes_per_token_counts_keys_and_values_once_each_and_mla_latents_once()
 def test_a_cache_spec_that_means_nothing_is_refused(fields):
     with pytest.raises(SpecError, match=next(iter(fields))):
         cache_spec(**fields)
+
+
+def test_scales_are_refused_where_the_pool_is_not_fp8():
+    with pytest.raises(ContractError, match="only fp8 KV has scales"):
+        MHAPool(cache_spec(kv_dtype="bfloat16"), 2, "cpu").set_scales(0, 0.5, 0.5)
+
+
+def test_a_scale_of_one_dimension_widens_nothing():
+    pool = MHAPool(cache_spec(kv_dtype="float8_e4m3fn"), 2, "cpu")
+    pool.set_scales(0, torch.full((1,), 0.5), torch.full((1, 1), 0.5))
+    kv = pool.layers[0]
+    assert dequantize(kv.k, kv.k_scale, torch.bfloat16).dtype == torch.bfloat16

@@ -1,12 +1,15 @@
 """Plugins of every kind of brokenness: one clear message each, and everything else still works."""
 
+import dataclasses
 import importlib.metadata
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from anyattn import AttentionSpec, PluginLoadError, create_runtime, hookimpl, wiring
+from anyattn import AttentionSpec, NoBackendError, PluginLoadError, create_runtime, hookimpl, wiring
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.plugins import builtin, hookspecs
@@ -59,6 +62,14 @@ class Lacking(AttentionBackend):
     run = TorchNativeBackend.run
 
 
+class Undeclared(TorchNativeBackend):
+    capabilities = {}  # noqa: RUF012
+
+
+class BadPackages(TorchNativeBackend):
+    capabilities = dataclasses.replace(TorchNativeBackend.capabilities, packages=("not a requirement!",))
+
+
 MINE = {"mine": f"{__name__}:Mine"}
 
 
@@ -101,6 +112,9 @@ BROKEN = [
     ("unknown hook", {"anyattn_atention_backends": {}}, "does not fit the hooks"),
     ("dotted name that is not there", {"anyattn_attention_backends": {"x": "zoo_x.no:X"}}, "cannot be imported"),
     ("not a backend", {"anyattn_attention_backends": {"x": "builtins:dict"}}, "no subclass of AttentionBackend"),
+    ("target that is no dotted name", {"anyattn_attention_backends": {"x": dict}}, "is not a name and package.module"),
+    ("no capabilities", {"anyattn_attention_backends": {"x": f"{__name__}:Undeclared"}}, "no capabilities of type"),
+    ("unreadable packages", {"anyattn_attention_backends": {"x": f"{__name__}:BadPackages"}}, "cannot be read"),
     ("missing method", {"anyattn_attention_backends": {"x": f"{__name__}:Lacking"}}, "lacks plan of AttentionBackend"),
 ]
 
@@ -139,12 +153,26 @@ def test_no_plugin_can_take_a_built_ins_name(plugin):
     assert "the built-in is used" in manager.problems[0]
 
 
-def test_two_entry_points_of_one_name_are_reported_with_both_distributions(plugin):
-    points = [plugin("zoo", distribution="first"), plugin("zoo", distribution="second")]
+def test_two_entry_points_of_one_name_are_reported_with_both_distributions_and_none_is_loaded(plugin):
+    points = [plugin("zoo", distribution=name, anyattn_attention_backends=MINE) for name in ("first", "second")]
     manager = PluginManager(entry_points=points)
-    assert len(manager.problems) == 1
-    assert "second" in manager.problems[0]
-    assert "first" in manager.problems[0]
+    assert sorted(manager.attention_backends()) == BUILT_IN
+    assert manager.problems == [
+        "plugin name 'zoo' is taken by first, second; none is loaded: uninstall or rename one."
+    ]
+
+
+def test_a_plugin_that_failed_is_told_when_its_backend_is_asked_for(plugin, monkeypatch):
+    points, others = [plugin("zoo", source="missing")], importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda **params: points if params == {"group": "anyattn.plugins"} else others(**params),
+    )
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    with pytest.raises(NoBackendError, match=r"plugin zoo \(zoo-dist\) cannot be imported"):
+        create_runtime(spec, num_layers=1, num_pages=4, device="cpu", backend="zoo")
+    assert any("plugin zoo" in problem for problem in wiring.detect().problems)
 
 
 @pytest.mark.parametrize(("allow", "found"), [(None, True), ({"zoo"}, True), ({"other"}, False), (set(), False)])
@@ -170,8 +198,6 @@ def raising_probe():
 
 
 def test_a_plugins_backend_wins_by_priority_and_serves(plugin, monkeypatch):
-    import dataclasses
-
     monkeypatch.setattr(Mine, "capabilities", dataclasses.replace(Mine.capabilities, priority=99), raising=False)
     point, others = plugin("zoo", anyattn_attention_backends=MINE), importlib.metadata.entry_points
     monkeypatch.setattr(
@@ -192,3 +218,14 @@ def test_missing_packages_are_told_from_metadata():
     assert old.supported.endswith("is installed")
     assert (absent.supported, absent.remedy) == ("not installed", 'pip install "anyattn[cuda]"')
     assert missing_packages(["no-such-package"], "")[0].remedy == 'pip install "no-such-package"'
+
+
+def test_what_a_backend_needs_is_what_its_extra_brings():
+    tomllib = pytest.importorskip("tomllib")
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
+    for candidate in wiring.candidates(PluginManager(entry_points=[])).backends:
+        capabilities = candidate.capabilities
+        brought = {Requirement(text).name: Requirement(text).specifier for text in extras.get(capabilities.extra, ())}
+        for text in capabilities.packages:
+            assert brought[Requirement(text).name] == Requirement(text).specifier

@@ -152,6 +152,12 @@ class OutputNotWrittenForTheLastToken(OnRun):
         return lse
 
 
+class BatchMatesMatter(OnRun):
+    def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None):
+        super().run(q, kv, plan, out, sinks=sinks, alibi_slopes=alibi_slopes)
+        out *= 1 + 2**-7 * (len(plan) % 2)
+
+
 MUTANTS = {
     WindowOneTooLong: "sliding_window=33",
     WindowOneTooShort: "sliding_window=33",
@@ -171,6 +177,7 @@ MUTANTS = {
     ALiBiWithTheWrongSign: "alibi=True",
     HeadsInterleaved: "plain",
     OutputNotWrittenForTheLastToken: "plain",
+    BatchMatesMatter: "deterministic=True",
 }
 """Each with the case whose failure names what is wrong."""
 
@@ -183,6 +190,19 @@ def test_a_mutant_is_caught(mutant):
     except Exception as error:
         failure = str(error)
     assert failure
+
+
+class DecodeOnly(TorchNativeBackend):
+    capabilities = dataclasses.replace(TorchNativeBackend.capabilities, phases=frozenset({"decode"}))
+
+    def plan(self, batch):
+        assert batch.phase == "decode"
+        return super().plan(batch)
+
+
+def test_a_backend_of_one_phase_is_checked_in_that_phase():
+    case = next(case for case in cases_for(DecodeOnly.capabilities) if case.name == "plain")
+    assert check_case(DecodeOnly, case, CPU, 0).failure is None
 
 
 def test_the_command_prints_a_table_and_says_yes(capsys):
