@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class AnyattnError(Exception):
     """Base of all errors raised by anyattn."""
@@ -42,3 +45,16 @@ class OutOfPagesError(AnyattnError, RuntimeError):
             f"{pages_needed} pages needed, {pages_free} of {num_pages} free; nothing was taken. "
             "Free sequences, extend by fewer tokens, or create the runtime with a larger num_pages."
         )
+
+
+def contained(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a plugin's code so that `except Exception` catches whatever it raises; only Ctrl-C passes as it is.
+
+    SystemExit from a plugin would otherwise end the process, and without a word.
+    """
+    try:
+        return function(*arguments)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

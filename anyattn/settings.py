@@ -50,7 +50,7 @@ def _positive_int(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise SpecError(f"{name} must be a positive integer, not {text!r}.")
     return int(text)
 

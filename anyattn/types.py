@@ -64,6 +64,17 @@ class IntSet:
     maximum: int | None = None
     multiple_of: int = 1
 
+    def __post_init__(self) -> None:
+        numbers = [self.minimum, self.multiple_of, *([] if self.maximum is None else [self.maximum])]
+        if self.values is not None:
+            numbers += self.values
+            if not isinstance(self.values, frozenset) or not self.values:
+                raise ValueError("an IntSet's values are a frozenset of at least one integer")
+        if not all(isinstance(number, int) and number >= 1 for number in numbers):
+            raise ValueError("an IntSet is made of positive integers")
+        if self.values is None and self.maximum is not None and self.example() > self.maximum:
+            raise ValueError("an IntSet must not be empty")
+
     def __contains__(self, number: int) -> bool:
         if self.values is not None:
             return number in self.values

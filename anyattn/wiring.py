@@ -5,7 +5,8 @@ This is the only file that imports every room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.select import BackendCandidate, Candidates, Preference, Selection, select_layers
 from anyattn.attention.spec import AttentionSpec
-from anyattn.errors import NoDeviceError, SpecError
+from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, SpecError, contained
 from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator, KVPool, PoolCapabilities
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.platforms.base import Platform, ProbeResult
@@ -23,6 +24,8 @@ from anyattn.plugins.manager import Offer, PluginManager
 from anyattn.plugins.requirements import missing_packages
 from anyattn.settings import Settings
 from anyattn.types import KVLayout
+
+_MOST_PAGES = 2**31 - 2  # page ids are int32, and the null page takes one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ def detect(plugins: PluginManager | None = None) -> Detection:
         if probe is None:
             continue
         try:
-            result = probe()
+            result = contained(probe)
             if not isinstance(result, ProbeResult):
                 raise TypeError(f"it returned {type(result).__name__}, not ProbeResult")
         except Exception as error:
@@ -136,7 +139,7 @@ def create_runtime(
     *,
     num_layers: int | None = None,
     num_pages: int,
-    device: str | Platform | None = None,
+    device: Any = None,
     backend: str | None = None,
     prefill_backend: str | None = None,
     decode_backend: str | None = None,
@@ -150,8 +153,8 @@ def create_runtime(
     spec: of all layers, with `num_layers`; or one for each layer. Layers may differ in masks and features, and share
         one KV cache.
     num_pages: pages that sequences can own; the pool holds one more, the null page.
-    device: a kind ("cuda"), a torch device ("cuda:1") or a platform; by default ANYATTN_PLATFORM, then the first
-        usable device.
+    device: a kind ("cuda"), a torch device ("cuda:1", as a name or an object) or a platform; by default
+        ANYATTN_PLATFORM, then the first usable device.
     backend: for both roles, or `prefill_backend` and `decode_backend`; by default ANYATTN_ATTENTION_BACKEND,
         ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND, then the best valid ones. Arguments beat the environment.
     page_size: tokens; by default ANYATTN_PAGE_SIZE, then what the chosen backends prefer.
@@ -161,13 +164,16 @@ def create_runtime(
     """
     settings = Settings.from_env()
     plugins = plugin_manager(settings)
+    num_pages = _integer("num_pages", num_pages, most=_MOST_PAGES)
+    if page_size is not None:
+        page_size = _integer("page_size", page_size)
     layer_specs = _layer_specs(spec, num_layers)
     detection = None
     if isinstance(device, Platform):
         platform = device
     else:
         detection = detect(plugins)
-        platform = choose_device(detection, device or settings.platform)
+        platform = choose_device(detection, settings.platform if device is None else str(device))
     preference = Preference(
         prefill_backend=prefill_backend or backend or settings.prefill_backend,
         decode_backend=decode_backend or backend or settings.decode_backend,
@@ -193,22 +199,54 @@ def _assemble(
     offers = plugins.attention_backends()
     backends = {}
     for spec, selection in selections.items():
-        prefill = offers[selection.prefill].load()(spec, cache, selection.platform)
-        decode = prefill
+        prefill = decode = _make(offers[selection.prefill], spec, cache, selection.platform)
         if selection.decode != selection.prefill:
-            decode = offers[selection.decode].load()(spec, cache, selection.platform)
+            decode = _make(offers[selection.decode], spec, cache, selection.platform)
         backends[spec] = HybridBackend(prefill, decode)
-    pages: KVAllocator = plugins.kv_allocators()[first.allocator].load()(num_pages, first.page_size)
-    pool: KVPool = plugins.kv_pools()[first.pool].load()(cache, num_pages, first.platform.torch_device)
+    pages: KVAllocator = _make(plugins.kv_allocators()[first.allocator], num_pages, first.page_size)
+    try:
+        pool: KVPool = _make(plugins.kv_pools()[first.pool], cache, num_pages, first.platform.torch_device)
+    except (MemoryError, RuntimeError) as error:
+        wanted = cache.bytes_per_page * (num_pages + 1)
+        raise ContractError(
+            f"a pool of {num_pages} pages takes {wanted / 2**30:.1f} GiB on {first.platform.torch_device}, which could "
+            f"not be had: {error}. Give a smaller num_pages."
+        ) from error
     return AttentionRuntime(layer_specs, selections, backends, pool, PageTable(pages, first.page_size, debug=debug))
+
+
+def _make(offer: Offer, *arguments: Any) -> Any:
+    """An instance of what is offered. What a plugin's constructor raises becomes a PluginLoadError with its name."""
+    try:
+        return contained(offer.load(), *arguments)
+    except AnyattnError:
+        raise
+    except Exception as error:
+        if offer.distribution == "anyattn":
+            raise
+        raise PluginLoadError(
+            f"{offer.name!r} of {offer.distribution} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _integer(name: str, value: Any, *, most: int | None = None) -> int:
+    """value as an int. Raises SpecError when it is none, or not from 1 to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1 or (most is not None and number > most):
+        limits = "a positive integer" if most is None else f"an integer from 1 to {most}"
+        raise SpecError(f"{name} must be {limits}, not {value!r}.")
+    return number
 
 
 def _layer_specs(spec: AttentionSpec | Sequence[AttentionSpec], num_layers: int | None) -> tuple[AttentionSpec, ...]:
     if isinstance(spec, AttentionSpec):
-        if num_layers is None or num_layers < 1:
-            raise SpecError(f"num_layers must be at least 1 with one spec for all layers, not {num_layers}.")
-        return (spec,) * num_layers
-    specs = tuple(spec)
+        return (spec,) * _integer("num_layers", num_layers)
+    specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
+    if not all(isinstance(s, AttentionSpec) for s in specs):
+        raise SpecError("spec must be an AttentionSpec, or a list of them with one for each layer.")
     if not specs or num_layers not in (None, len(specs)):
         raise SpecError(f"{len(specs)} specs were given for {num_layers} layers: give one for each layer.")
     caches = {s.cache_spec(num_layers=1, page_size=1, layout="NHD") for s in specs}

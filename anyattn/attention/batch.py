@@ -138,6 +138,7 @@ def checked_tree_masks(
     tree_masks: Sequence[torch.Tensor | None], num_new_tokens: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor | None, ...]:
     """The masks on the device. Raises ContractError when one does not fit its sequence's new tokens."""
+    tree_masks, num_new_tokens = list(tree_masks), list(num_new_tokens)
     if len(tree_masks) != len(num_new_tokens):
         raise ContractError(f"tree_masks must hold one mask or None for each of the {len(num_new_tokens)} sequences.")
     for mask, length in zip(tree_masks, num_new_tokens, strict=True):

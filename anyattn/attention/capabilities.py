@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from anyattn.attention.spec import AttentionSpec
+from anyattn.errors import ContractError
 from anyattn.platforms.base import Platform
 from anyattn.types import ANY_INT, GraphLevel, IntSet, KVLayout, Phase, Reason, Role
 
@@ -60,6 +61,16 @@ class Capabilities:
     deterministic: bool = False
     contiguous_q: bool = False
     priority: Priority = 0
+
+    def __post_init__(self) -> None:
+        for name, kinds in _FIELD_TYPES.items():
+            if not isinstance(getattr(self, name), kinds):
+                raise ContractError(f"capabilities: {name} cannot be {getattr(self, name)!r}.")
+        for name in ("dtypes", "layouts", "phases", "causal"):
+            if not getattr(self, name):
+                raise ContractError(f"capabilities: {name} must not be empty.")
+        if not (isinstance(self.priority, int) or callable(self.priority)):
+            raise ContractError(f"capabilities: priority must be a number or a function, not {self.priority!r}.")
 
     def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role) -> int:
         """The declared priority, evaluated."""
@@ -188,6 +199,17 @@ class Capabilities:
         if layout is not None and layout not in self.layouts:
             yield _replace_reason("layout", layout, self.layouts)
 
+
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("device_kinds", "archs"), (frozenset, type(None))),
+    **dict.fromkeys(("features", "dtypes", "kv_dtypes", "head_dim_pairs", "mla_dims", "phases", "causal"), frozenset),
+    **dict.fromkeys(("packages", "layouts"), tuple),
+    **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
+    "head_dims": (IntSet, type(None)),
+    "preferred_page_size": (int, type(None)),
+    "graph": GraphLevel,
+    "extra": str,
+}
 
 _NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}
 

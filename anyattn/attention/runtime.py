@@ -99,8 +99,8 @@ class AttentionRuntime:
 
         Raises ContractError when a sequence of the batch has been freed, or it is another runtime's.
         """
-        if batch.host.table is not self.table:
-            raise ContractError("the batch is another runtime's: extend the sequences of this one.")
+        if not isinstance(batch, Batch) or batch.host.table is not self.table:
+            raise ContractError("plan takes what this runtime's extend returned, not a batch of another runtime.")
         self.table.require_alive(batch.host.seqs)
         return Plan(
             runtime=self,
@@ -135,6 +135,9 @@ class AttentionRuntime:
         Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
         sequence of the plan has been freed.
         """
+        if torch.is_autocast_enabled(self.device.type):  # it would lower the precision that the spec asks for
+            with torch.autocast(self.device.type, enabled=False):
+                return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
         self._check_plan(layer, plan)
         spec = self.layer_specs[layer]
         bound = self._up_projections.get(layer)
@@ -145,8 +148,8 @@ class AttentionRuntime:
         v_shape = shape if bound is None else (*shape[:2], bound[1].shape[-1])
         if out is not None:
             _check_tensor("out", out, v_shape, self._dtype, self.device)
-            if not out.is_contiguous():
-                raise ContractError("out must be contiguous.")
+            if not out.is_contiguous() or out.requires_grad:
+                raise ContractError("out must be contiguous and without gradient.")
         if plan.batch.num_tokens == 0:
             attended = q.new_empty(v_shape) if out is None else out
             return (attended, q.new_empty(shape[:2], dtype=torch.float32)) if spec.return_lse else attended
@@ -160,6 +163,8 @@ class AttentionRuntime:
         lse = step.backend.run(
             q, self.pool.layers[layer], step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes
         )
+        if spec.return_lse and (lse is None or lse.shape != shape[:2]):
+            raise ContractError(f"{type(step.backend).__name__} gave no LSE of {list(shape[:2])}.")
         if bound is not None:
             expanded = torch.einsum("thr,hrv->thv", attended, bound[1])
             attended = expanded if out is None else out.copy_(expanded)
@@ -176,6 +181,10 @@ class AttentionRuntime:
         spec = self.layer_specs[layer]
         if spec.qk_nope_head_dim is None or spec.v_head_dim is None:
             raise ContractError("bind_mla needs a spec with qk_nope_head_dim and v_head_dim: AttentionSpec.mla(...).")
+        if spec.deterministic:
+            raise ContractError(
+                "deterministic does not cover up-projections, whose products round by batch size: absorb q yourself."
+            )
         rank = spec.vo_head_dim
         _check_tensor("w_uk", w_uk, (spec.num_qo_heads, spec.qk_nope_head_dim, rank), self._dtype, self.device)
         _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
@@ -190,11 +199,13 @@ class AttentionRuntime:
         return "\n\n".join(selection.explain() for selection in self.selections)
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < len(self.layer_specs):
+        if not isinstance(layer, int) or not 0 <= layer < len(self.layer_specs):
             raise ContractError(f"layer must be 0 to {len(self.layer_specs) - 1}, not {layer}.")
 
     def _check_plan(self, layer: int, plan: Plan) -> None:
         self._check_layer(layer)
+        if not isinstance(plan, Plan):
+            raise ContractError(f"plan must be what runtime.plan(batch) returned, not {type(plan).__name__}.")
         if plan.runtime is not self:
             raise ContractError("the plan is another runtime's: plan the batch with this one.")
         if plan.num_frees != self.table.num_frees:
@@ -228,8 +239,9 @@ class AttentionRuntime:
 def _check_tensor(
     name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if tensor is None:
-        raise ContractError(f"{name} must be a tensor {list(shape)}, not None.")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        kind = f"{tensor.layout} tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ContractError(f"{name} must be a dense tensor {list(shape)}, not a {kind}.")
     if tensor.shape != shape:
         raise ContractError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
     if tensor.dtype != dtype:
@@ -248,8 +260,8 @@ def _per_head(
         raise ContractError(f"the spec asks for {name}: pass one number for each of {spec.num_qo_heads} heads to run.")
     if not wanted:
         raise ContractError(f"{name} were passed to run, and the spec does not ask for them.")
-    if values.shape != (spec.num_qo_heads,) or not values.is_floating_point():
-        raise ContractError(f"{name} must be [{spec.num_qo_heads}] numbers, not {list(values.shape)} {values.dtype}.")
+    if not isinstance(values, torch.Tensor) or values.shape != (spec.num_qo_heads,) or not values.is_floating_point():
+        raise ContractError(f"{name} must be a tensor of [{spec.num_qo_heads}] numbers.")
     if values.device != device:
         raise ContractError(f"{name} must be on {device}, not on {values.device}.")
     return values.detach().float()

@@ -10,7 +10,7 @@ from typing import Any
 
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.spec import AttentionSpec
-from anyattn.errors import NoBackendError
+from anyattn.errors import NoBackendError, contained
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, KVLayout, Reason, Role
@@ -193,7 +193,7 @@ def _verdict(
     priority = 0
     if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
         try:
-            priority = int(capabilities.priority_for(platform, spec, role))
+            priority = int(contained(capabilities.priority_for, platform, spec, role))
         except Exception as error:
             reasons.append(
                 Reason(
@@ -238,6 +238,8 @@ def select(
     pools = _valid_pools(spec, platform, candidates, preference)
     allocators = _valid_allocators(platform, candidates, preference)
     for decode, prefill in product(chosen["decode"], chosen["prefill"]):
+        if spec.deterministic and decode != prefill:
+            continue  # a row's backend, and so its bits, would depend on whether its batch-mates decode
         pair = (capabilities[decode], capabilities[prefill])
         for page_size, layout in _agreements(pair, preference):
             pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
@@ -259,7 +261,9 @@ def select(
     raise NoBackendError(
         f"No prefill and decode backend for [{spec}] on {platform} agree on page size and layout with a pool and an "
         f"allocator: prefill {', '.join(chosen['prefill'])}; decode {', '.join(chosen['decode'])}; "
-        f"pools {', '.join(pools)}; allocators {', '.join(allocators)}. Give another page_size or backend."
+        f"pools {', '.join(pools)}; allocators {', '.join(allocators)}."
+        f"{' With deterministic, one backend must fill both roles.' if spec.deterministic else ''} "
+        "Give another page_size or backend."
     )
 
 
@@ -351,7 +355,9 @@ def _named_or_best(
         return valid
     if wanted in valid:
         return [wanted]
-    asked = f"{what} {wanted!r} was asked for and is not valid here" if wanted else f"No {what} is valid here"
+    asked = f"No {what} is valid here"
+    if wanted is not None:
+        asked = f"{what} {wanted!r} was asked for and is not valid here"
     every = "; ".join(f"{name} ({'; '.join(map(str, reasons[name])) or 'valid'})" for name in sorted(reasons))
     raise NoBackendError(f"{asked}. There are: {every or 'none'}.")
 

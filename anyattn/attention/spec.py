@@ -12,6 +12,7 @@ from anyattn.mem_cache.spec import CacheSpec
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, GraphLevel, KVLayout, dtype_name
 
 _KV_DTYPES = ("auto", *DTYPE_BYTES)
+_SMALLEST, _LARGEST = 1e-30, 1e30  # within what float32 products of scores keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +106,22 @@ class AttentionSpec:
             raise SpecError(
                 f"num_qo_heads must be a multiple of num_kv_heads: {self.num_qo_heads} and {self.num_kv_heads} given."
             )
+        if self.sliding_window is not None and self.sliding_window >= 1 << 31:
+            raise SpecError(f"sliding_window must be less than 2**31, not {self.sliding_window}; None is no window.")
         for name in ("sm_scale", "logits_soft_cap"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise SpecError(f"{name} must be positive and finite, or None: {value!r} given.")
+            if value is None:
+                continue
+            try:
+                number = float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if not _SMALLEST < number < _LARGEST or isinstance(value, str):
+                raise SpecError(f"{name} must be a number from {_SMALLEST} to {_LARGEST}, or None: {value!r} given.")
+            object.__setattr__(self, name, number)
+        for name in ("causal", "sinks", "alibi", "tree_mask", "return_lse", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name} must be True or False, not {getattr(self, name)!r}.")
 
     def _check_graph(self) -> None:
         if isinstance(self.graph, GraphLevel):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from anyattn.errors import ContractError
 from anyattn.types import KV_LAYOUTS, IntSet, KVLayout, Reason
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ class AllocatorCapabilities:
     device_kinds: frozenset[str] | None = None
     page_sizes: IntSet
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        _check_declaration(self, page_sizes=IntSet)
 
     def reject_reasons(self, device_kind: str, page_size: int | None = None) -> list[Reason]:
         """All reasons against this allocator; without a page size, those that hold at every page size."""
@@ -51,6 +55,9 @@ class PoolCapabilities:
     """In order of preference."""
     priority: int = 0
 
+    def __post_init__(self) -> None:
+        _check_declaration(self, kv_dtypes=frozenset, layouts=tuple, mla=bool)
+
     def reject_reasons(self, device_kind: str, *, mla: bool, kv_dtype: str) -> list[Reason]:
         """All reasons against this pool."""
         reasons = _device_reasons(self.device_kinds, device_kind)
@@ -70,6 +77,14 @@ class PoolCapabilities:
                 )
             )
         return reasons
+
+
+def _check_declaration(declared: AllocatorCapabilities | PoolCapabilities, **types: type) -> None:
+    types_of: dict[str, Any] = {"device_kinds": (frozenset, type(None)), "priority": int, **types}
+    for name, kinds in types_of.items():
+        value = getattr(declared, name)
+        if not isinstance(value, kinds) or (isinstance(value, frozenset | tuple) and not value):
+            raise ContractError(f"{type(declared).__name__}: {name} cannot be {value!r}.")
 
 
 def _device_reasons(supported: frozenset[str] | None, device_kind: str) -> list[Reason]:

@@ -62,8 +62,8 @@ class PageTable:
 
     def new_sequences(self, count: int) -> list[int]:
         """Handles of `count` new sequences without tokens or pages."""
-        if count < 0:
-            raise ContractError(f"cannot make {count} sequences.")
+        if not isinstance(count, int) or count < 0:
+            raise ContractError(f"cannot make {count!r} sequences.")
         while len(self._free_rows) < count:
             self._add_rows()
         rows = [self._free_rows.pop() for _ in range(count)]
@@ -86,8 +86,9 @@ class PageTable:
         have = self._num_pages[rows]
         needed = -(-lengths // self.page_size) - have
         num_pages = have + needed
+        if int(needed.sum()) <= self.allocator.num_free_pages:  # otherwise alloc refuses
+            self._fit_columns(int(num_pages.max(initial=0)))  # before alloc, as it may find no memory
         pages = self.allocator.alloc(int(needed.sum()))
-        self._fit_columns(int(num_pages.max(initial=0)))
         owner, column = indices.token_positions(have, num_pages)  # the same arithmetic, pages instead of tokens
         self._pages[rows[owner], column] = pages
         self._num_pages[rows] = num_pages
@@ -97,7 +98,7 @@ class PageTable:
         return StepView(
             table=self,
             page_size=self.page_size,
-            seqs=np.asarray(seqs, dtype=np.int64),
+            seqs=np.array(seqs, dtype=np.int64),
             prefix_lens=prefix_lens,
             lengths=lengths,
             rows=self._pages[rows, : int(num_pages.max(initial=0))],
@@ -152,6 +153,7 @@ class PageTable:
             return np.zeros(0, dtype=np.int64)
         if handles.ndim != 1 or handles.dtype.kind not in "iu":
             raise ContractError("sequences must be a flat list of the handles that new_sequences returned.")
+        handles = handles.astype(np.int64)
         rows = handles & (_MAX_ROWS - 1)
         rows = np.where(rows < self._alive.size, rows, 0)  # row 0 is never alive
         valid = self._alive[rows] & (self._generation[rows] == handles >> _ROW_BITS)
@@ -176,11 +178,11 @@ class PageTable:
         if new == old:
             raise ContractError(f"{_MAX_ROWS} sequences are alive, which is the most; free some first.")
         more = new - old
+        self._pages = np.pad(self._pages, ((0, more), (0, 0)))  # the large one first: it may find no memory
         self._generation = np.pad(self._generation, (0, more))
         self._alive = np.pad(self._alive, (0, more))
         self._lengths = np.pad(self._lengths, (0, more))
         self._num_pages = np.pad(self._num_pages, (0, more))
-        self._pages = np.pad(self._pages, ((0, more), (0, 0)))
         self._free_rows = list(range(new - 1, old - 1, -1)) + self._free_rows
 
     def _fit_columns(self, columns: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +54,8 @@ class _TorchPool(KVPool):
             pages[slots // page_size, slots % page_size] = stored
 
     def set_scales(self, layer: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> None:
+        if not 0 <= layer < len(self.layers):
+            raise ContractError(f"layer must be 0 to {len(self.layers) - 1}, not {layer}.")
         if self.cache.kv_dtype not in FP8_DTYPES:
             raise ContractError(f"only fp8 KV has scales, and this pool stores {self.cache.kv_dtype}.")
         self.layers[layer] = replace(
@@ -64,10 +67,11 @@ class _TorchPool(KVPool):
         if isinstance(scale, torch.Tensor):
             if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
                 raise ContractError(f"{name} must be a float or a float32 tensor of one element on {device}.")
-            return scale.reshape(())  # a scalar, as one of one dimension would widen what it is multiplied with
-        if not scale > 0:
-            raise ContractError(f"{name} must be positive, not {scale}.")
-        return scale
+            # A scalar, as one of one dimension would widen what it is multiplied with. Its value stays on the device.
+            return scale.detach().reshape(())
+        if not isinstance(scale, float | int) or not 0 < scale < math.inf:
+            raise ContractError(f"{name} must be positive and finite, not {scale!r}.")
+        return float(scale)
 
 
 class MHAPool(_TorchPool):

@@ -66,3 +66,9 @@ class ProbeResult:
 
     devices: tuple[Platform, ...] = ()
     problems: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, member in (("devices", Platform), ("problems", str)):
+            values = getattr(self, name)
+            if not (isinstance(values, tuple) and all(isinstance(value, member) for value in values)):
+                raise TypeError(f"{name} of a ProbeResult must be a tuple of {member.__name__}")

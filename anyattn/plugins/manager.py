@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pluggy
 
-from anyattn.errors import PluginLoadError
+from anyattn.errors import PluginLoadError, contained
 from anyattn.plugins import builtin, hookspecs
 from anyattn.types import CONTRACT_VERSION
 
 _BUILTIN = "anyattn"
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Offer:
         """Imports and returns it. Raises PluginLoadError."""
         module, _, attribute = self.target.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return getattr(contained(importlib.import_module, module), attribute)
         except Exception as error:
             raise PluginLoadError(
                 f"{self.name!r} of plugin {self.plugin} ({self.distribution}): {self.target} cannot be imported: "
@@ -65,8 +67,12 @@ class PluginManager:
         for entry_point in entry_points:
             if allow is None or entry_point.name in allow:
                 by_name.setdefault(entry_point.name, []).append(entry_point)
+        for name in sorted((allow or frozenset()) - by_name.keys()):
+            self.report(f"ANYATTN_PLUGINS names {name!r}, which no installed distribution provides.")
         for name in sorted(by_name):
-            if len(by_name[name]) > 1 or name == _BUILTIN:
+            if not _NAME.fullmatch(name):
+                self.report(f"a plugin is named {name!r}: names are letters, digits, '_', '.' and '-'.")
+            elif len(by_name[name]) > 1 or name == _BUILTIN:
                 owners = ", ".join(sorted(map(_distribution, by_name[name])))
                 self.report(f"plugin name {name!r} is taken by {owners}; none is loaded: uninstall or rename one.")
             else:
@@ -107,12 +113,12 @@ class PluginManager:
         distribution = _distribution(entry_point)
         who = f"plugin {entry_point.name} ({distribution})"
         try:
-            plugin = entry_point.load()
+            plugin = contained(entry_point.load)
+            version = contained(getattr, plugin, "contract_version", None)
         except Exception as error:
             self.report(f"{who} cannot be imported: {type(error).__name__}: {error}", error)
             return
-        version = getattr(plugin, "contract_version", None)
-        if version != CONTRACT_VERSION:
+        if not isinstance(version, int) or version != CONTRACT_VERSION:
             self.report(
                 f"{who} is written for contract version {version}, and this anyattn has {CONTRACT_VERSION}: "
                 f"install a release of {distribution} for it."
@@ -139,7 +145,7 @@ class PluginManager:
             plugin = implementation.plugin_name
             distribution = self._distributions[plugin]
             try:
-                names = _checked_offers(implementation.function())
+                names = _checked_offers(contained(implementation.function))
             except Exception as error:
                 self.report(f"plugin {plugin} ({distribution}): {hook} raised {type(error).__name__}: {error}", error)
                 continue
@@ -164,6 +170,6 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
 def _checked_offers(names: Any) -> dict[str, str]:
     """What a hook returned. Raises TypeError when it is not names and dotted names."""
     for name, target in dict(names).items():
-        if not (isinstance(name, str) and isinstance(target, str) and target.count(":") == 1):
+        if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(target, str) and target.count(":") == 1):
             raise TypeError(f"{name!r}: {target!r} is not a name and package.module:attribute")
     return dict(names)

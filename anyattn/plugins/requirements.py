@@ -18,6 +18,8 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
     reasons = []
     for text in requirements:
         requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from anyattn import AttentionSpec, Capabilities, GraphLevel, Platform
+from anyattn import AttentionSpec, Capabilities, ContractError, GraphLevel, Platform
 from anyattn.attention.capabilities import _JUDGED_FIELDS
 from anyattn.types import ANY_INT, IntSet, ints
 
@@ -151,3 +151,31 @@ def test_int_sets_hold_what_they_say():
     assert str(ints(64, 1)) == "1, 64"
     assert IntSet(minimum=10, multiple_of=16).example() == 16
     assert 0 not in ANY_INT
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtypes": frozenset()},
+        {"dtypes": None},
+        {"causal": frozenset()},
+        {"layouts": ()},
+        {"page_sizes": 16},
+        {"preferred_page_size": "16"},
+        {"graph": "never"},
+        {"priority": "high"},
+        {"packages": "torch"},
+    ],
+    ids=str,
+)
+def test_a_declaration_that_means_nothing_cannot_be_made(fields):
+    with pytest.raises(ContractError, match=next(iter(fields))):
+        dataclasses.replace(BARE, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"values": frozenset()}, {"multiple_of": 0}, {"minimum": 0}, {"minimum": 9, "maximum": 8}], ids=str
+)
+def test_an_int_set_that_is_empty_or_not_of_positive_integers_cannot_be_made(fields):
+    with pytest.raises(ValueError, match="IntSet"):
+        IntSet(**fields)

@@ -1,5 +1,6 @@
 """The runtime's promises: odd input is refused before anything is written, and nothing stale is ever used."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,9 @@ def wrong_inputs():
     yield "another head count", (q[:, :2], k, v), "q must be"
     yield "flat heads", (q.flatten(1), k, v), "q must be"
     yield "another head dim", (q, k, v[..., :8]), "v must be"
-    yield "no v", (q, k, None), "v must be a tensor"
+    yield "a list", (q.tolist(), k, v), "q must be a dense tensor"
+    yield "sparse k", (q, k.to_sparse(), v), "k must be a dense tensor"
+    yield "no v", (q, k, None), "v must be a dense tensor"
     yield "another device", (q.to("meta"), k, v), "q must be on cpu, not on meta"
     yield "gradients", (q.requires_grad_(), k, v), "no gradients"
 
@@ -127,7 +130,7 @@ def test_a_plan_of_another_runtime_is_refused(rt):
         rt.run(0, *inputs(1), plan)
 
 
-@pytest.mark.parametrize("layer", [-1, 2])
+@pytest.mark.parametrize("layer", [-1, 2, "0", None])
 def test_a_layer_that_is_not_there_is_refused(rt, layer):
     plan = rt.plan(rt.extend(rt.new_sequences(1), [1]))
     with pytest.raises(ContractError, match="layer must be 0 to 1"):
@@ -143,8 +146,9 @@ def test_out_is_written_in_place_and_checked(rt):
     assert torch.equal(out, wanted)
     with pytest.raises(ContractError, match="out must be"):
         rt.run(0, q, k, v, plan, out=torch.empty(2, 4, 8))
-    with pytest.raises(ContractError, match="out must be contiguous"):
-        rt.run(0, q, k, v, plan, out=torch.empty(4, 2, 16).transpose(0, 1))
+    for wrong in (torch.empty(4, 2, 16).transpose(0, 1), torch.empty(2, 4, 16, requires_grad=True)):
+        with pytest.raises(ContractError, match="out must be contiguous and without gradient"):
+            rt.run(0, q, k, v, plan, out=wrong)
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
@@ -240,10 +244,16 @@ def test_mla_refuses_a_v_and_up_projections_that_do_not_fit():
         ({"backend": "zzz"}, NoBackendError, "no attention backend named 'zzz'"),
         ({"backend": "flashinfer"}, NoBackendError, "device_kind: wanted cpu, supported cuda"),
         ({"page_size": 4096}, NoBackendError, "4096"),
-        ({"page_size": 0}, NoBackendError, "page_size"),
+        ({"page_size": 0}, SpecError, "page_size must be a positive integer"),
+        ({"page_size": 16.0}, SpecError, "page_size must be a positive integer"),
+        ({"num_pages": "10"}, SpecError, "num_pages must be an integer"),
+        ({"num_pages": True}, SpecError, "num_pages must be an integer"),
+        ({"num_pages": 2**31}, SpecError, "num_pages must be an integer from 1 to 2147483646"),
+        ({"num_pages": 2**31 - 2, "page_size": 1024}, ContractError, "could not be had"),
+        ({"pool": ""}, NoBackendError, "KV pool '' was asked for"),
         ({"device": "npu"}, NoDeviceError, "No device 'npu' can be used here"),
-        ({"num_layers": 0}, SpecError, "num_layers must be at least 1"),
-        ({"num_pages": 0}, ContractError, "num_pages must be at least 1"),
+        ({"num_layers": 0}, SpecError, "num_layers must be a positive integer"),
+        ({"num_pages": 0}, SpecError, "num_pages must be an integer"),
     ],
 )
 def test_a_runtime_that_cannot_be_made_says_why(arguments, error, message):
@@ -257,6 +267,9 @@ def test_layers_that_do_not_fit_one_cache_are_refused():
         anyattn.create_runtime(
             [AttentionSpec(**GQA), AttentionSpec(**{**GQA, "head_dim": 32})], num_pages=4, device="cpu"
         )
+    for nonsense in (None, [None], AttentionSpec, []):
+        with pytest.raises(SpecError):
+            anyattn.create_runtime(nonsense, num_pages=4, device="cpu")
     with pytest.raises(SpecError, match="one for each layer"):
         anyattn.create_runtime([AttentionSpec(**GQA)], num_layers=2, num_pages=4, device="cpu")
 
@@ -375,3 +388,37 @@ def test_an_empty_step_gives_an_empty_lse():
     rt = anyattn.create_runtime(AttentionSpec(**GQA, return_lse=True), num_layers=1, num_pages=4, device="cpu")
     out, lse = rt.run(0, *inputs(0), rt.plan(rt.extend(rt.new_sequences(2), [0, 0])))
     assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
+
+
+def test_a_torch_device_may_be_named_or_given():
+    rt = anyattn.create_runtime(AttentionSpec(**GQA), num_layers=1, num_pages=4, device=torch.device("cpu"))
+    assert rt.device == torch.device("cpu")
+
+
+def test_autocast_does_not_lower_the_precision(rt):
+    q, k, v = inputs(7)
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [7]))
+    wanted = rt.run(0, q, k, v, plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rt.run(1, q, k, v, plan), wanted)
+
+
+def test_a_batch_does_not_follow_the_callers_array_of_handles(rt):
+    handles = np.array(rt.new_sequences(2))
+    batch = rt.extend(handles, [1, 1])
+    rt.free(handles.copy())
+    handles[:] = rt.new_sequences(2)
+    with pytest.raises(ContractError, match="was freed"):
+        rt.plan(batch)
+
+
+def test_deterministic_wants_one_backend_for_both_roles_and_no_up_projections():
+    spec = AttentionSpec(**GQA, deterministic=True)
+    with pytest.raises(NoBackendError, match="one backend must fill both roles"):
+        anyattn.create_runtime(
+            spec, num_layers=1, num_pages=4, device="cpu", prefill_backend="reference", decode_backend="torch_native"
+        )
+    mla = AttentionSpec.mla(**MLA, qk_nope_head_dim=16, v_head_dim=12, deterministic=True)
+    rt = anyattn.create_runtime(mla, num_layers=1, num_pages=4, device="cpu")
+    with pytest.raises(ContractError, match="deterministic does not cover"):
+        rt.bind_mla(0, torch.randn(4, 16, 32), torch.randn(4, 32, 12))

@@ -99,7 +99,7 @@ def test_without_a_choice_the_table_still_shows_all_reasons(anyattn):
     ended = anyattn("backends", "--graph", "always")
     assert ended.code == 1
     assert "refused" in ended.out
-    assert "graph: wanted always, supported never; set graph=GraphLevel.NEVER" in ended.out
+    assert "graph: wanted always, supported never; set graph='never'" in ended.out
 
 
 def test_without_a_device_the_json_says_so(anyattn):

@@ -101,3 +101,12 @@ def test_python_m_anyattn_is_the_command_line():
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: ")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_prompt_that_is_no_text_is_a_usage_error():
+    run = subprocess.run(
+        [sys.executable, "-m", "anyattn", "generate", "--prompt", b"\xff\xfe"], capture_output=True, check=False
+    )
+    assert run.returncode == 2
+    assert b"not valid UTF-8" in run.stderr
+    assert b"Traceback" not in run.stderr

@@ -56,6 +56,11 @@ def test_a_path_without_a_model_and_an_unknown_dtype_and_device_are_our_errors(t
         load_model(tmp_path, dtype="int7", device="cpu")
     with pytest.raises(NoDeviceError):
         load_model(tmp_path, device="no such device")
+    with pytest.raises(ContractError, match="cannot be looked at"):
+        load_model(tmp_path / ("a" * 5000), device="cpu")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(ContractError, match="cannot load"):
+        load_model(tmp_path / "cut.gguf", device="cpu")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ContractError, match="cannot load"):
         load_model(tmp_path, device="cpu")

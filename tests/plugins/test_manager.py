@@ -25,7 +25,7 @@ class Distribution:
 
 
 @pytest.fixture
-def plugin(monkeypatch):
+def plugin(monkeypatch, tmp_path):
     """Makes an importable plugin module from hooks and returns its entry point."""
 
     def make(name, *, contract_version=1, distribution=None, source=None, **hooks):
@@ -36,6 +36,9 @@ def plugin(monkeypatch):
             setattr(module, hook, hookimpl(make_hook(hook, result)))
         if source is None:
             monkeypatch.setitem(sys.modules, module.__name__, module)
+        if source == "exiting":
+            (tmp_path / f"{module.__name__}.py").write_text("import sys; sys.exit(0)")
+            monkeypatch.syspath_prepend(tmp_path)
         entry_point = importlib.metadata.EntryPoint(name, module.__name__, hookspecs.ENTRY_POINT_GROUP)
         object.__setattr__(entry_point, "dist", Distribution(distribution or f"{name}-dist"))
         return entry_point
@@ -45,7 +48,7 @@ def plugin(monkeypatch):
 
 def make_hook(name, result):
     def hook():
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
 
@@ -107,6 +110,8 @@ BROKEN = [
     ("import error", {"source": "missing"}, "cannot be imported: ModuleNotFoundError"),
     ("no contract version", {"contract_version": None}, "contract version None, and this anyattn has 1"),
     ("wrong contract version", {"contract_version": 99}, "contract version 99, and this anyattn has 1"),
+    ("exit at import", {"source": "exiting"}, "cannot be imported: RuntimeError: SystemExit: 0"),
+    ("exit in a hook", {"anyattn_attention_backends": SystemExit(3)}, "raised RuntimeError: SystemExit: 3"),
     ("raising hook", {"anyattn_attention_backends": ValueError("boom")}, "raised ValueError: boom"),
     ("hook without a dictionary", {"anyattn_attention_backends": 3}, "raised TypeError"),
     ("unknown hook", {"anyattn_atention_backends": {}}, "does not fit the hooks"),
@@ -210,6 +215,41 @@ def test_a_plugins_backend_wins_by_priority_and_serves(plugin, monkeypatch):
     assert rt.selection.decode == "mine"
     assert "from zoo-dist" in rt.selection.explain()
     assert type(rt.plan(rt.extend(rt.new_sequences(1), [1])).steps[0].backend).__name__ == "Mine"
+
+
+class Unmakeable(TorchNativeBackend):
+    def __init__(self, spec, cache, platform):
+        raise ZeroDivisionError("no kernel")
+
+
+def test_a_plugins_backend_that_cannot_be_made_is_named_with_its_distribution(plugin, monkeypatch):
+    point = plugin("zoo", anyattn_attention_backends={"broken": f"{__name__}:Unmakeable"})
+    others = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda **params: [point] if params == {"group": "anyattn.plugins"} else others(**params),
+    )
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    with pytest.raises(PluginLoadError, match=r"'broken' of zoo-dist cannot be made: ZeroDivisionError: no kernel"):
+        create_runtime(spec, num_layers=1, num_pages=4, device="cpu", backend="broken")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a b", "\x1b[31mred"])
+def test_names_that_a_terminal_or_a_user_could_not_take_are_refused(plugin, name):
+    manager = PluginManager(entry_points=[plugin("zoo", anyattn_attention_backends={name: MINE["mine"]})])
+    assert sorted(manager.attention_backends()) == BUILT_IN
+    assert "is not a name" in manager.problems[0]
+    assert "a plugin is named" in PluginManager(entry_points=[plugin(name)]).problems[0]
+
+
+def test_an_allow_list_with_a_name_that_nobody_provides_is_told():
+    manager = PluginManager(entry_points=[], allow=frozenset({"typo"}))
+    assert manager.problems == ["ANYATTN_PLUGINS names 'typo', which no installed distribution provides."]
+
+
+def test_a_requirement_whose_marker_does_not_hold_is_not_missing():
+    assert missing_packages(["no-such-package; python_version < '3'"], "") == ()
 
 
 def test_missing_packages_are_told_from_metadata():

@@ -55,18 +55,22 @@ def load_model(
     wanted = getattr(torch, dtype_name(_auto_dtype(platform) if dtype == "auto" else dtype), None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise ContractError(f'dtype must be "auto" or a floating dtype of torch, not {dtype!r}.')
-    if path.suffix == ".gguf" and path.is_file():
+    try:
+        is_gguf, is_folder = path.suffix == ".gguf" and path.is_file(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ContractError(f"the model's path cannot be looked at: {error}") from error
+    if is_gguf:
         folder, files = path.parent, {"gguf_file": path.name}
         dense = {"quantization_config": _dense_gguf()}
-    elif (path / "config.json").is_file():
+    elif is_folder:
         folder, files, dense = path, {}, {}
     else:
         raise ContractError(f"there is no model at {path}: give a folder with a config.json, or a .gguf file.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **files)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **files, **dense)
-    except (ImportError, OSError, ValueError) as error:
-        raise ContractError(f"transformers cannot load {path}: {error}") from error
+    except Exception as error:  # a damaged file fails in as many ways as there are readers
+        raise ContractError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
     return model.to(platform.torch_device).eval(), tokenizer
 
 
