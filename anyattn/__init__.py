@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from anyattn.attention.capabilities import Capabilities as Capabilities
     from anyattn.attention.merge import merge_states as merge_states
     from anyattn.attention.runtime import AttentionRuntime as AttentionRuntime
-    from anyattn.attention.select import Selection as Selection
     from anyattn.attention.select import select as select
+    from anyattn.attention.selection import Selection as Selection
     from anyattn.attention.spec import AttentionSpec as AttentionSpec
     from anyattn.errors import AnyattnError as AnyattnError
     from anyattn.errors import ContractError as ContractError
@@ -48,7 +48,7 @@ _HOMES = {
     "Platform": "anyattn.platforms.base",
     "PluginLoadError": "anyattn.errors",
     "ProbeResult": "anyattn.platforms.base",
-    "Selection": "anyattn.attention.select",
+    "Selection": "anyattn.attention.selection",
     "SpecError": "anyattn.errors",
     "create_runtime": "anyattn.wiring",
     "current_platform": "anyattn.wiring",

@@ -14,7 +14,8 @@ from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.runtime import AttentionRuntime
-from anyattn.attention.select import BackendCandidate, Candidates, Preference, Selection, select_layers
+from anyattn.attention.select import select_layers
+from anyattn.attention.selection import BackendCandidate, Candidates, Preference, Selection
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, SpecError, contained
 from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator, KVPool, PoolCapabilities
@@ -203,7 +204,6 @@ def _assemble(
         if selection.decode != selection.prefill:
             decode = _make(offers[selection.decode], spec, cache, selection.platform)
         backends[spec] = HybridBackend(prefill, decode)
-    pages: KVAllocator = _make(plugins.kv_allocators()[first.allocator], num_pages, first.page_size)
     try:
         pool: KVPool = _make(plugins.kv_pools()[first.pool], cache, num_pages, first.platform.torch_device)
     except (MemoryError, RuntimeError) as error:
@@ -212,6 +212,7 @@ def _assemble(
             f"a pool of {num_pages} pages takes {wanted / 2**30:.1f} GiB on {first.platform.torch_device}, which could "
             f"not be had: {error}. Give a smaller num_pages."
         ) from error
+    pages: KVAllocator = _make(plugins.kv_allocators()[first.allocator], num_pages, first.page_size)
     return AttentionRuntime(layer_specs, selections, backends, pool, PageTable(pages, first.page_size, debug=debug))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from anyattn.attention.hybrid import HybridBackend, PlannedStep
-    from anyattn.attention.select import Selection
+    from anyattn.attention.selection import Selection
     from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import KVPool
     from anyattn.mem_cache.page_table import PageTable

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from anyattn.attention.select import Selection, Verdict, verdict_json
+from anyattn.attention.selection import Selection, Verdict, verdict_json
 from anyattn.attention.spec import AttentionSpec
 from anyattn.cli.output import section, show, show_json
 from anyattn.cli.survey import Survey, survey

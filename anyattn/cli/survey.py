@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyattn.attention.select import Candidates, Preference, Selection, Verdict, judge, select
+from anyattn.attention.select import judge, select
+from anyattn.attention.selection import Candidates, Preference, Selection, Verdict
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import AnyattnError, NoBackendError, NoDeviceError
 from anyattn.platforms.base import Platform

@@ -7,14 +7,12 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from anyattn.platforms.base import Platform, ProbeResult
+from anyattn.platforms.cuda_visible import UUID_PREFIXES, Unit, visible_units
 from anyattn.types import GraphLevel
 
 _ROOT = Path("/")
@@ -22,8 +20,6 @@ _ROOT = Path("/")
 
 _DEVICE_SIGNS = (("dev/nvidiactl",), ("proc/driver/nvidia/version",), ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"))
 """Files that say together that an NVIDIA device is here, NVML or not: two of the Linux driver's, then WSL's."""
-
-_UUID_PREFIXES = ("GPU-", "MIG-")
 
 _CORES_PER_MULTIPROCESSOR = {
     **dict.fromkeys([(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)], 64),
@@ -34,22 +30,6 @@ _CORES_PER_MULTIPROCESSOR = {
 
 _TRITON_MINIMUM = (7, 0)
 """Compute capability from which torch lets Triton compile (`torch.utils._triton.has_triton`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """What CUDA can number: a whole GPU, or one MIG slice (a compute instance) of a partitioned one."""
-
-    handle: object
-    gpu: object
-    """NVML's handle of the physical GPU; the same as `handle` for a whole one."""
-    model: str
-    """Name of the physical GPU."""
-    names: tuple[str, ...]
-    """What CUDA_VISIBLE_DEVICES may call it; the UUID comes first."""
-    is_slice: bool = False
-    is_numbered: bool = True
-    """Whether an index may mean it: of one GPU's slices, only the first has an index."""
 
 
 def probe() -> ProbeResult:
@@ -87,9 +67,9 @@ def _unreachable(reason: str) -> ProbeResult:
 def _probe(nvml: ModuleType) -> ProbeResult:
     units, problems = _units(nvml)
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible, complaint = _visible(units, setting)
+    visible, complaint = visible_units(units, setting)
     problems += complaint
-    by_index = setting is None or not setting.startswith(_UUID_PREFIXES)
+    by_index = setting is None or not setting.startswith(UUID_PREFIXES)
     models = {unit.model for unit in units}
     if visible and by_index and len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         problems.append(
@@ -123,20 +103,20 @@ def _probe(nvml: ModuleType) -> ProbeResult:
     return ProbeResult(devices=tuple(devices), problems=tuple(problems))
 
 
-def _units(nvml: ModuleType) -> tuple[list[_Unit], list[str]]:
+def _units(nvml: ModuleType) -> tuple[list[Unit], list[str]]:
     """All units in the order of their indices, and what went wrong: whole GPUs by PCI bus, then slices.
 
     That slices come last is what programs saw (nvitop, Datadog's agent); NVIDIA's guides do not say.
     """
-    whole: list[_Unit] = []
-    slices: list[_Unit] = []
+    whole: list[Unit] = []
+    slices: list[Unit] = []
     problems: list[str] = []
     for number in range(nvml.nvmlDeviceGetCount()):
         try:
             gpu = nvml.nvmlDeviceGetHandleByIndex(number)
             model, uuid = _name(nvml, gpu), _text(_optional(nvml, "nvmlDeviceGetUUID", gpu) or "")
             if not (_optional(nvml, "nvmlDeviceGetMigMode", gpu) or (0,))[0]:
-                whole.append(_Unit(handle=gpu, gpu=gpu, model=model, names=(uuid,)))
+                whole.append(Unit(handle=gpu, gpu=gpu, model=model, names=(uuid,)))
                 continue
             found = _slices(nvml, gpu, model, uuid)
         except Exception as error:  # CUDA does not number a GPU that cannot be opened
@@ -148,8 +128,8 @@ def _units(nvml: ModuleType) -> tuple[list[_Unit], list[str]]:
     return whole + slices, problems
 
 
-def _slices(nvml: ModuleType, gpu: object, model: str, gpu_uuid: str) -> list[_Unit]:
-    units: list[_Unit] = []
+def _slices(nvml: ModuleType, gpu: object, model: str, gpu_uuid: str) -> list[Unit]:
+    units: list[Unit] = []
     for position in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, position)
@@ -160,58 +140,12 @@ def _slices(nvml: ModuleType, gpu: object, model: str, gpu_uuid: str) -> list[_U
         if not units:
             names.append(gpu_uuid)  # the partitioned GPU's own name gives its first slice
         units.append(
-            _Unit(handle=handle, gpu=gpu, model=model, names=tuple(names), is_slice=True, is_numbered=not units)
+            Unit(handle=handle, gpu=gpu, model=model, names=tuple(names), is_slice=True, is_numbered=not units)
         )
     return units
 
 
-def _visible(units: Sequence[_Unit], setting: str | None) -> tuple[list[_Unit], list[str]]:
-    """The units that CUDA shows under CUDA_VISIBLE_DEVICES=`setting` (None: not set), in order, and any complaint.
-
-    Rules: CUDA Programming Guide, "CUDA Environment Variables", and MIG User Guide, "CUDA Device Enumeration". What
-    they leave open (repeats, mixed lists, spaces, case) is as the driver 580 does it.
-    """
-    numbered = [unit for unit in units if unit.is_numbered]
-    chosen: list[_Unit] = []
-    complaint: list[str] = []
-    # The first entry says whether the list holds indices, GPU UUIDs or MIG UUIDs; an entry of another sort ends it.
-    prefix = next((prefix for prefix in _UUID_PREFIXES if setting and setting.startswith(prefix)), None)
-    for entry in [] if setting is None else setting.split(","):
-        unit = _indexed(entry, numbered) if prefix is None else _named(entry, prefix, units)
-        if unit is None:  # ends the list; what came before stays
-            if entry.strip() not in ("", "-1", "NoDevFiles"):  # the usual ways of saying "none", or "no more"
-                complaint = [f'CUDA_VISIBLE_DEVICES="{setting}": no device "{entry}", so the list ends before it']
-            break
-        if unit in chosen:
-            return [], [f'CUDA_VISIBLE_DEVICES="{setting}" names a device twice, so CUDA shows none']
-        chosen.append(unit)
-    shown = numbered if setting is None else chosen
-    # A process sees one slice only, and beside it no other device.
-    return [unit for unit in shown if unit.is_slice][:1] or shown, complaint
-
-
-def _indexed(entry: str, numbered: Sequence[_Unit]) -> _Unit | None:
-    digits = re.match(r"\s*([+-]?[0-9]+)", entry)  # read as C's strtol reads: "1gpu" is 1, and " -0" is 0
-    index = int(digits.group(1)) if digits else -1
-    return numbered[index] if 0 <= index < len(numbered) else None
-
-
-def _named(entry: str, prefix: str, units: Sequence[_Unit]) -> _Unit | None:
-    """The only unit with a name that starts with `entry`; case and dashes after the prefix do not matter."""
-
-    def plain(name: str) -> str:
-        return name[len(prefix) :].replace("-", "").lower()
-
-    if not entry.startswith(prefix):
-        return None
-    wanted = plain(entry.rstrip())
-    matches = [
-        unit for unit in units if any(name.startswith(prefix) and plain(name).startswith(wanted) for name in unit.names)
-    ]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _facts(nvml: ModuleType, unit: _Unit) -> dict[str, Any]:
+def _facts(nvml: ModuleType, unit: Unit) -> dict[str, Any]:
     """What NVML knows of one unit, as fields of Platform. Raises NVMLError where it does not answer."""
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(unit.gpu)
     memory = _optional(nvml, "nvmlDeviceGetMemoryInfo", unit.handle)  # not told where host and GPU share memory

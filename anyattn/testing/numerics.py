@@ -12,7 +12,8 @@ from anyattn.attention.batch import Batch
 from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.reference import ReferenceBackend, reference_attention, visible
 from anyattn.attention.runtime import AttentionRuntime
-from anyattn.attention.select import BackendCandidate, Candidates, Preference, select
+from anyattn.attention.select import select
+from anyattn.attention.selection import BackendCandidate, Candidates, Preference
 from anyattn.attention.spec import AttentionSpec
 from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.page_table import PageTable

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from anyattn import AttentionSpec, Capabilities, NoBackendError, Platform
-from anyattn.attention.select import BackendCandidate, Candidates, Preference, select, select_layers
+from anyattn.attention.select import select, select_layers
+from anyattn.attention.selection import BackendCandidate, Candidates, Preference
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
 from anyattn.types import ANY_INT, IntSet, Reason, ints
 

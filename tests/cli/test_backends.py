@@ -112,7 +112,7 @@ def test_without_a_device_the_json_says_so(anyattn):
 
 def test_reasons_are_neither_cut_nor_wrapped_in_a_pipe(anyattn, monkeypatch):
     from anyattn.attention.reference import ReferenceBackend
-    from anyattn.attention.select import BackendCandidate, Candidates
+    from anyattn.attention.selection import BackendCandidate, Candidates
     from anyattn.types import Reason
 
     long = Reason(field="f", wanted="w", supported=" ".join(["word"] * 500), remedy='pip install "anyattn[cpu]"')

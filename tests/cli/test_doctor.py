@@ -139,7 +139,7 @@ def test_doctor_names_the_command_that_mends_an_unusable_device(anyattn, monkeyp
 
 def test_doctor_names_the_command_that_adds_a_backend(anyattn, monkeypatch):
     from anyattn.attention.reference import ReferenceBackend
-    from anyattn.attention.select import BackendCandidate, Candidates
+    from anyattn.attention.selection import BackendCandidate, Candidates
     from anyattn.types import Reason
 
     missing = Reason(field="package", wanted="fast-kernels>=2", supported="not installed", remedy="pip install x")

@@ -32,7 +32,7 @@ def generate(model, prompts, stop, **keywords):
     return out[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("index", [1, 7])
+@pytest.mark.parametrize("index", range(8))
 def test_alone_with_transformers_own_cache(model, prompts, sdpa_tokens, no_stop, index):
     assert generate(model, [prompts[index]], no_stop) == [sdpa_tokens[index]]
 
@@ -61,10 +61,11 @@ def test_together_with_left_padding_and_a_paged_cache(model, prompts, sdpa_token
     assert cache.runtime.table.allocator.num_free_pages == 64
 
 
-def test_alone_through_the_paged_generator(smollm2, prompts, sdpa_tokens, no_stop):
+@pytest.mark.parametrize("index", range(8))
+def test_alone_through_the_paged_generator(smollm2, prompts, sdpa_tokens, no_stop, index):
     generator = PagedGenerator(smollm2[0], num_pages=16)
-    (result,) = generator.generate([prompts[2]], max_new_tokens=NEW_TOKENS, eos_token_ids=[no_stop])
-    assert list(result.token_ids) == sdpa_tokens[2]
+    (result,) = generator.generate([prompts[index]], max_new_tokens=NEW_TOKENS, eos_token_ids=[no_stop])
+    assert list(result.token_ids) == sdpa_tokens[index]
 
 
 def test_together_through_the_paged_generator(smollm2, prompts, sdpa_tokens, no_stop):
