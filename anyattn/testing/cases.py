@@ -126,7 +126,7 @@ def _features(capabilities: Capabilities) -> Iterator[dict[str, Any]]:
     if capabilities.tree_mask:
         single.append({"tree_mask": True})
     yield from single
-    if capabilities.deterministic:
+    if capabilities.deterministic and capabilities.phases >= {"prefill", "decode", "mixed"}:  # one backend for all
         yield {"deterministic": True}
         yield from ({**fields, "deterministic": True} for fields in single)
     if capabilities.lse:
