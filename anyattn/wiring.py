@@ -24,7 +24,7 @@ from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.plugins.manager import Offer, PluginManager
 from anyattn.plugins.requirements import missing_packages
 from anyattn.settings import Settings
-from anyattn.types import KVLayout
+from anyattn.types import KV_LAYOUTS, KVLayout
 
 _MOST_PAGES = 2**31 - 2  # page ids are int32, and the null page takes one
 
@@ -168,6 +168,8 @@ def create_runtime(
     num_pages = _integer("num_pages", num_pages, most=_MOST_PAGES)
     if page_size is not None:
         page_size = _integer("page_size", page_size)
+    if layout not in (None, *KV_LAYOUTS):
+        raise SpecError(f"layout must be {' or '.join(KV_LAYOUTS)}, not {layout!r}.")
     layer_specs = _layer_specs(spec, num_layers)
     detection = None
     if isinstance(device, Platform):
@@ -244,6 +246,8 @@ def _integer(name: str, value: Any, *, most: int | None = None) -> int:
 
 def _layer_specs(spec: AttentionSpec | Sequence[AttentionSpec], num_layers: int | None) -> tuple[AttentionSpec, ...]:
     if isinstance(spec, AttentionSpec):
+        if num_layers is None:
+            raise SpecError("num_layers must be given with one spec for all layers; or give a spec for each layer.")
         return (spec,) * _integer("num_layers", num_layers)
     specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
     if not all(isinstance(s, AttentionSpec) for s in specs):

@@ -1,11 +1,15 @@
 """What README.md shows works as printed."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import pytest
 
+from anyattn import wiring
+from anyattn.plugins.manager import PluginManager
 from anyattn.settings import Settings
+from anyattn.testing.__main__ import main as kit
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,3 +46,17 @@ def test_the_table_of_settings_names_exactly_the_variables_that_are_read():
     Settings.from_env(Recorder())
     documented = set(re.findall(r"`(ANYATTN_\w+)`", (ROOT / "docs/contract.md").read_text()))
     assert documented == asked
+
+
+def test_the_plugin_of_the_architecture_page_passes_the_kit(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/architecture.md").read_text()
+    hooks, backend = re.findall(r"```python\n# mine/[^\n]*\n(.*?)```", page, flags=re.DOTALL)
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(hooks)
+    (package / "backend.py").write_text(backend)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("mine", "mine", "anyattn.plugins")
+    manager = PluginManager(entry_points=[point], strict=True)
+    assert "loop" in {candidate.name for candidate in wiring.candidates(manager).backends}
+    assert kit(["mine.backend:LoopBackend", "--device", "cpu"]) == 0, capsys.readouterr().out

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import ContractError
 from anyattn.platforms.base import Platform
-from anyattn.types import ANY_INT, GraphLevel, IntSet, KVLayout, Phase, Reason, Role
+from anyattn.types import (
+    ANY_INT,
+    DTYPE_BYTES,
+    FP8_DTYPES,
+    KV_LAYOUTS,
+    PHASES,
+    GraphLevel,
+    IntSet,
+    KVLayout,
+    Phase,
+    Reason,
+    Role,
+)
 
 Priority = int | Callable[[Platform, AttentionSpec, Role], int]
 
@@ -23,6 +35,8 @@ class Capabilities:
     features: instruction sets or units the device must have.
     packages: what must be installed, as requirement strings ("flashinfer-python>=0.6"), and `extra` the extra of
         anyattn that brings them.
+    kv_dtypes: dtypes of the cache served besides the spec's own, any of them with any of `dtypes`; fp8 is read as
+        value times scale. Leave it empty where the cache has q's dtype.
     head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
         besides; `any_head_dim_pair`: all of them.
     mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
@@ -39,7 +53,6 @@ class Capabilities:
     extra: str = ""
     dtypes: frozenset[str]
     kv_dtypes: frozenset[str] = frozenset()
-    """Storage dtypes served besides the spec's own dtype."""
     head_dims: IntSet | None = None
     head_dim_pairs: frozenset[tuple[int, int]] = frozenset()
     any_head_dim_pair: bool = False
@@ -65,7 +78,13 @@ class Capabilities:
     def __post_init__(self) -> None:
         for name, kinds in _FIELD_TYPES.items():
             if not isinstance(getattr(self, name), kinds):
-                raise ContractError(f"capabilities: {name} cannot be {getattr(self, name)!r}.")
+                wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+                raise ContractError(f"capabilities: {name} must be of type {wanted}, not {getattr(self, name)!r}.")
+        for name, known in _KNOWN_MEMBERS.items():
+            if unknown := set(getattr(self, name)) - known:
+                raise ContractError(
+                    f"capabilities: {name} holds {', '.join(map(repr, unknown))}; known are {_names(known)}."
+                )
         for name in ("dtypes", "layouts", "phases", "causal"):
             if not getattr(self, name):
                 raise ContractError(f"capabilities: {name} must not be empty.")
@@ -209,6 +228,13 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "preferred_page_size": (int, type(None)),
     "graph": GraphLevel,
     "extra": str,
+}
+
+_KNOWN_MEMBERS: dict[str, set[str]] = {
+    "dtypes": set(DTYPE_BYTES) - FP8_DTYPES,
+    "kv_dtypes": set(DTYPE_BYTES),
+    "phases": set(PHASES),
+    "layouts": set(KV_LAYOUTS),
 }
 
 _NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}

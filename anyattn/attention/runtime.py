@@ -180,7 +180,9 @@ class AttentionRuntime:
         self._check_layer(layer)
         spec = self.layer_specs[layer]
         if spec.qk_nope_head_dim is None or spec.v_head_dim is None:
-            raise ContractError("bind_mla needs a spec with qk_nope_head_dim and v_head_dim: AttentionSpec.mla(...).")
+            raise ContractError(
+                "bind_mla needs the sizes before absorption: AttentionSpec.mla(..., qk_nope_head_dim=, v_head_dim=)."
+            )
         if spec.deterministic:
             raise ContractError(
                 "deterministic does not cover up-projections, whose products round by batch size: absorb q yourself."

@@ -204,7 +204,9 @@ def _named_or_best(
         return [wanted]
     asked = f"No {what} is valid here"
     if wanted is not None:
-        asked = f"{what} {wanted!r} was asked for and is not valid here"
+        asked = f"There is no {what} named {wanted!r}"
+        if wanted in reasons:
+            asked = f"{what} {wanted!r} was asked for and is not valid here"
     every = "; ".join(f"{name} ({'; '.join(map(str, reasons[name])) or 'valid'})" for name in sorted(reasons))
     raise NoBackendError(f"{asked}. There are: {every or 'none'}.")
 

@@ -118,6 +118,9 @@ class PluginManager:
         except Exception as error:
             self.report(f"{who} cannot be imported: {type(error).__name__}: {error}", error)
             return
+        if version is None:
+            self.report(f"{who} states no contract version: set contract_version = {CONTRACT_VERSION} in it.")
+            return
         if not isinstance(version, int) or version != CONTRACT_VERSION:
             self.report(
                 f"{who} is written for contract version {version}, and this anyattn has {CONTRACT_VERSION}: "
@@ -130,7 +133,11 @@ class PluginManager:
         except Exception as error:
             if self._manager.has_plugin(entry_point.name):
                 self._manager.unregister(name=entry_point.name)
-            self.report(f"{who} does not fit the hooks: {error}", error)
+            self.report(f"{who} does not fit the hooks: {error}; hooks are {', '.join(_hook_names())}", error)
+            return
+        if not self._manager.get_hookcallers(plugin):
+            self._manager.unregister(name=entry_point.name)
+            self.report(f"{who} implements no hook: mark {' or '.join(_hook_names())} with @anyattn.hookimpl.")
             return
         self._distributions[entry_point.name] = distribution
 
@@ -167,9 +174,13 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
     return "unknown distribution" if entry_point.dist is None else entry_point.dist.name
 
 
+def _hook_names() -> list[str]:
+    return sorted(name for name in vars(hookspecs) if name.startswith("anyattn_"))
+
+
 def _checked_offers(names: Any) -> dict[str, str]:
     """What a hook returned. Raises TypeError when it is not names and dotted names."""
     for name, target in dict(names).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(target, str) and target.count(":") == 1):
-            raise TypeError(f"{name!r}: {target!r} is not a name and package.module:attribute")
+            raise TypeError(f"{name!r}: {target!r} is not a name with its 'package.module:attribute'")
     return dict(names)

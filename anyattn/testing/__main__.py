@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
 from anyattn.errors import AnyattnError, ContractError
 from anyattn.platforms.base import Platform
 from anyattn.testing.cases import Case, cases_for
@@ -39,22 +40,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.backend} on {device}, torch {torch.__version__}, Python {host.python_version()}, seed {seed}")
-    cases = [case for case in cases_for(backend.capabilities) if options.only in case.name]
+    cases = [case for case in cases_for(backend.capabilities) if options.only.lower() in case.name.lower()]
+    if not cases:
+        print(f"error: no case's name holds {options.only!r}; run without --only to see them.", file=sys.stderr)
+        return 1
     results = [_checked(backend, case, device, seed) for case in cases]
     _print_table(results)
     failed = sum(result.failure is not None for result in results)
     print(f"{len(results) - failed} passed, {failed} failed")
-    return 0 if failed == 0 and results else 1
+    return 0 if failed == 0 else 1
 
 
 def _load(target: str) -> type[AttentionBackend]:
     module, _, name = target.partition(":")
+    if not (module and name):
+        raise ContractError(f"{target!r} is not package.module:Class; a file's folder must be on PYTHONPATH.")
     try:
         backend = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ContractError(f"{target} cannot be imported: {error}. Name it as package.module:Class.") from error
+    except AnyattnError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{target} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise ContractError(f"{target} is no subclass of anyattn.AttentionBackend.")
+    if not isinstance(getattr(backend, "capabilities", None), Capabilities):
+        raise ContractError(
+            f"{target} declares no capabilities: set its class attribute capabilities = anyattn.Capabilities(...)."
+        )
     return backend
 
 

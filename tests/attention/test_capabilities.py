@@ -165,6 +165,9 @@ def test_int_sets_hold_what_they_say():
         {"graph": "never"},
         {"priority": "high"},
         {"packages": "torch"},
+        {"dtypes": frozenset({"fp32"})},
+        {"phases": frozenset({"extend"})},
+        {"layouts": ("DNH",)},
     ],
     ids=str,
 )

@@ -227,7 +227,7 @@ def test_mla_refuses_a_v_and_up_projections_that_do_not_fit():
     plan = rt.plan(rt.extend(rt.new_sequences(1), [1]))
     with pytest.raises(ContractError, match="v must be None for MLA"):
         rt.run(0, torch.randn(1, 4, 40), torch.randn(1, 40), torch.randn(1, 32), plan)
-    with pytest.raises(ContractError, match="qk_nope_head_dim and v_head_dim"):
+    with pytest.raises(ContractError, match="sizes before absorption"):
         rt.bind_mla(0, torch.randn(4, 16, 32), torch.randn(4, 32, 12))
     rt = anyattn.create_runtime(
         AttentionSpec.mla(**MLA, qk_nope_head_dim=16, v_head_dim=12), num_layers=1, num_pages=4, device="cpu"
@@ -250,7 +250,9 @@ def test_mla_refuses_a_v_and_up_projections_that_do_not_fit():
         ({"num_pages": True}, SpecError, "num_pages must be an integer"),
         ({"num_pages": 2**31}, SpecError, "num_pages must be an integer from 1 to 2147483646"),
         ({"num_pages": 2**24, "page_size": 1024}, ContractError, "could not be had"),
-        ({"pool": ""}, NoBackendError, "KV pool '' was asked for"),
+        ({"num_layers": None}, SpecError, "num_layers must be given"),
+        ({"layout": "DNH"}, SpecError, "layout must be NHD or HND"),
+        ({"pool": ""}, NoBackendError, "no KV pool named ''"),
         ({"device": "npu"}, NoDeviceError, "No device 'npu' can be used here"),
         ({"num_layers": 0}, SpecError, "num_layers must be a positive integer"),
         ({"num_pages": 0}, SpecError, "num_pages must be an integer"),

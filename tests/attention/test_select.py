@@ -115,7 +115,7 @@ def test_nothing_valid_is_an_error_that_holds_every_candidates_reasons():
         (Preference(prefill_backend="zzz"), r"no attention backend named 'zzz': there are a, b"),
         (Preference(page_size=3), r"No attention backend can serve(.|\n)*page_size: wanted 3, supported 16, 64"),
         (Preference(layout="HND"), r"layout: wanted HND, supported NHD"),
-        (Preference(allocator="zzz"), r"KV allocator 'zzz' was asked for(.|\n)*paged \(valid\)"),
+        (Preference(allocator="zzz"), r"no KV allocator named 'zzz'(.|\n)*paged \(valid\)"),
         (Preference(pool="mla"), r"KV pool 'mla' was asked for(.|\n)*wanted keys and values of heads"),
     ],
 )

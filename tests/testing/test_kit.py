@@ -216,6 +216,8 @@ def test_the_command_prints_a_table_and_says_yes(capsys):
     ("arguments", "message"),
     [
         (["anyattn.attention.no:Such"], "cannot be imported"),
+        (["torch_native"], "is not package.module:Class"),
+        (["anyattn.attention.backend:AttentionBackend"], "declares no capabilities"),
         (["anyattn.errors:SpecError"], "no subclass of anyattn.AttentionBackend"),
         (["anyattn.attention.torch_native:TorchNativeBackend", "--device", "npu"], "No device 'npu'"),
         (["anyattn.hardware_backend.cuda.flashinfer:FlashInferBackend", "--device", "cpu"], "device_kind"),
@@ -226,5 +228,6 @@ def test_the_command_says_why_it_cannot_run(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_a_single_case_does_not_say_yes():
+def test_a_run_without_a_single_case_says_so(capsys):
     assert main(["anyattn.attention.torch_native:TorchNativeBackend", "--device", "cpu", "--only", "no such case"]) == 1
+    assert "no case's name holds 'no such case'" in capsys.readouterr().err
