@@ -82,7 +82,6 @@ class FlashInferBackend(AttentionBackend):
         heads = (self.spec.num_qo_heads, self.spec.num_kv_heads, self.spec.head_dim, batch.page_size)
         options = {
             "window_left": -1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
-            "logits_soft_cap": self.spec.logits_soft_cap or 0.0,
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
             "sm_scale": self.spec.scale,
