@@ -23,6 +23,11 @@ KVLayout = Literal["NHD", "HND"]
 KV_LAYOUTS: tuple[KVLayout, ...] = ("NHD", "HND")
 """Order within a page: NHD is [page_size, num_kv_heads, head_dim], HND is [num_kv_heads, page_size, head_dim]."""
 
+Status = Literal["run on hardware", "emulated", "contract-tested", "declared"]
+STATUSES: tuple[Status, ...] = ("run on hardware", "emulated", "contract-tested", "declared")
+"""What stands behind a claim, best first: it ran on such hardware; it ran in an emulator of such hardware; its calls
+ran against an emulation of the vendor's interface, written from the vendor's documents; it is written down only."""
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,

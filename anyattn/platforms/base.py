@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from anyattn.types import GraphLevel
+from anyattn.types import GraphLevel, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ class Platform:
     """The most that a device graph can do on this kind of device."""
     triton: bool = False
     """Whether Triton has a compiler for this device (not whether it is installed)."""
+    status: Status = "declared"
+    """What stands behind the probe of this kind of device."""
+    simulated: bool = False
+    """Facts of hardware that is not here, for asking what would be chosen there."""
     problems: tuple[str, ...] = ()
     """Why the torch that is installed here cannot drive the device; empty when nothing speaks against it."""
 

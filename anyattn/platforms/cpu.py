@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import os
 import platform
@@ -14,11 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from anyattn.platforms import host
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.types import GraphLevel
-
-_ROOT = Path("/")
-"""Where /proc and /sys hang; tests point it at a tree of their own."""
 
 _ARCH_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 _VENDOR_IDS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x61": "apple"}
@@ -71,8 +68,8 @@ def probe() -> ProbeResult:
             problems.append(f"the CPU's {what} could not be told: {error}")
             return otherwise
 
-    machine = platform.machine().lower()
-    arch = _ARCH_NAMES.get(machine, machine) or "unknown"
+    arch = platform.machine().lower()
+    arch = _ARCH_NAMES.get(arch, arch) or "unknown"
     model = attempt("instruction sets", _model, _Model(vendor="unknown", name=platform.processor() or arch))
     unknown: tuple[int | None, int | None] = (None, None)
     total_bytes, available_bytes = attempt("memory", _memory_bytes, unknown)
@@ -90,17 +87,10 @@ def probe() -> ProbeResult:
         collective="gloo",
         graph=GraphLevel.NEVER,
         triton=False,
-        problems=() if _has_torch() else ('torch is not installed; run `pip install "anyattn[cpu]"`',),
+        status="run on hardware",
+        problems=() if host.torch_build() else ('torch is not installed; run `pip install "anyattn[cpu]"`',),
     )
     return ProbeResult(devices=(device,), problems=tuple(problems))
-
-
-def _has_torch() -> bool:
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None  # a folder that is merely called torch has no origin
 
 
 def _psutil() -> ModuleType:
@@ -118,7 +108,7 @@ def _model() -> _Model:
 
 def _model_from_cpuinfo() -> _Model:
     facts: dict[str, str] = {}
-    with (_ROOT / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+    with (host.ROOT / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:  # the first processor is enough: Linux shows the same flags for all of them
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
@@ -156,8 +146,8 @@ def _num_threads() -> int | None:
     if num_threads is None:
         return None
     for folder in _cgroup_folders("cpu"):
-        quota = (_read(folder / "cpu.max") or "").split()  # v2: "200000 100000", or "max 100000"
-        quota = quota or [(_read(folder / f"cpu.cfs_{part}_us") or "") for part in ("quota", "period")]
+        quota = (host.read(folder / "cpu.max") or "").split()  # v2: "200000 100000", or "max 100000"
+        quota = quota or [(host.read(folder / f"cpu.cfs_{part}_us") or "") for part in ("quota", "period")]
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
             # Rounded up, as the JDK and Go do: the last thread runs for part of the period, and none is wasted.
             num_threads = min(num_threads, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
@@ -170,13 +160,13 @@ def _memory_bytes() -> tuple[int | None, int | None]:
     total, available = int(memory.total), int(memory.available)
     for folder in _cgroup_folders("memory"):
         for limit_file, usage_file, reclaimable_key in _MEMORY_FILES:
-            limit = _read(folder / limit_file) or ""
+            limit = host.read(folder / limit_file) or ""
             if not limit.isdigit() or not 0 < int(limit) < memory.total:
                 continue  # "max", and v1's huge number, mean no limit
             total = min(total, int(limit))
-            usage = _read(folder / usage_file) or ""
+            usage = host.read(folder / usage_file) or ""
             if usage.isdigit():
-                stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
+                stat = dict(line.split(" ", 1) for line in (host.read(folder / "memory.stat") or "").splitlines())
                 used = int(usage) - int(stat.get(reclaimable_key, 0))  # page cache goes before memory runs out
                 available = min(available, max(0, int(limit) - used))
     return total, min(total, available)
@@ -188,8 +178,8 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
     In a container without a cgroup namespace the path that /proc shows is the host's and does not exist below
     the mount; the walk then ends at the mount's root, which is the container's own cgroup (man 7 cgroups).
     """
-    mounts = _ROOT / "sys/fs/cgroup"
-    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
+    mounts = host.ROOT / "sys/fs/cgroup"
+    for line in (host.read("proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
@@ -202,10 +192,3 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
         for base in bases:
             for depth in range(len(parts), -1, -1):
                 yield base.joinpath(*parts[:depth])
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None

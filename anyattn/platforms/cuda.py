@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
-import importlib.util
 import os
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from anyattn.platforms import host
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.platforms.cuda_visible import UUID_PREFIXES, Unit, visible_units
 from anyattn.types import GraphLevel
-
-_ROOT = Path("/")
-"""Where /dev and /proc hang; tests point it at a tree of their own."""
 
 _DEVICE_SIGNS = (("dev/nvidiactl",), ("proc/driver/nvidia/version",), ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"))
 """Files that say together that an NVIDIA device is here, NVML or not: two of the Linux driver's, then WSL's."""
@@ -59,7 +54,7 @@ def probe() -> ProbeResult:
 
 def _unreachable(reason: str) -> ProbeResult:
     for sign in _DEVICE_SIGNS:
-        if all((_ROOT / file).exists() for file in sign):
+        if all(host.exists(file) for file in sign):
             return ProbeResult(problems=(f"an NVIDIA device is here (/{sign[0]} exists), but {reason}",))
     return ProbeResult()
 
@@ -96,6 +91,7 @@ def _probe(nvml: ModuleType) -> ProbeResult:
                 runtime_version=runtime_version,
                 collective="nccl",
                 graph=GraphLevel.ALWAYS,
+                status="run on hardware",
                 problems=device_problems,
                 **facts,
             )
@@ -185,26 +181,14 @@ def _text(value: str | bytes) -> str:
 
 
 def _torch_facts() -> tuple[str | None, tuple[str, ...]]:
-    """The CUDA version that the installed torch was built for, and why that torch cannot drive a GPU here.
-
-    Read from torch/version.py, because importing torch takes seconds and loads the CUDA libraries.
-    """
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None:  # a folder that is merely called torch has no origin
+    """The CUDA version that the installed torch was built for, and why that torch cannot drive a GPU here."""
+    build = host.torch_build()
+    if build is None:
         return None, ('torch is not installed; run `pip install "anyattn[cuda]"`',)
-    versions: dict[str, Any] = {}
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body:
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    versions[ast.unparse(target)] = node.value.value
-    if "cuda" in versions and versions["cuda"] is None:
+    if build.lacks("cuda"):
         problem = (
-            f"the installed torch {versions.get('__version__', '')} was built without CUDA; run `pip uninstall torch`, "
+            f"the installed torch {build.version} was built without CUDA; run `pip uninstall torch`, "
             'then `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
         )
         return None, (problem,)
-    return versions.get("cuda"), ()
+    return build.runtimes.get("cuda"), ()

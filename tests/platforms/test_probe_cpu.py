@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from anyattn.platforms import cpu
+from anyattn.platforms import cpu, host
 from anyattn.platforms.base import Platform
 from anyattn.types import GraphLevel
 
@@ -58,7 +58,7 @@ class Machine:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.monkeypatch = root, monkeypatch
-        monkeypatch.setattr(cpu, "_ROOT", root)
+        monkeypatch.setattr(host, "ROOT", root)
         monkeypatch.setattr(platform, "system", lambda: "Linux")
         monkeypatch.setattr(platform, "machine", lambda: "x86_64")
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)

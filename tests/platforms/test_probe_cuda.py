@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anyattn.platforms import cuda
+from anyattn.platforms import cuda, host
 from anyattn.platforms.base import ProbeResult
 from anyattn.types import GraphLevel
 
@@ -122,7 +122,7 @@ class Machine:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.monkeypatch = root, monkeypatch
-        monkeypatch.setattr(cuda, "_ROOT", root)
+        monkeypatch.setattr(host, "ROOT", root)
         for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
             monkeypatch.delenv(variable, raising=False)
         self.write("site/torch/__init__.py", "raise ImportError('a probe must not import torch')")

@@ -1,0 +1,106 @@
+"""The host's edges as every probe reads them: files below one root, PCI devices, and the installed torch."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path("/")
+"""Where /proc, /sys and /dev hang; tests point it at a tree of their own."""
+
+
+def read(path: str | Path) -> str | None:
+    """The text of a file below the root, stripped; None when it cannot be read.
+
+    path: relative to the root ("proc/cpuinfo"), or a path that `ROOT /` or `PciDevice.folder` gave.
+    """
+    try:
+        return (ROOT / path).read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def exists(path: str) -> bool:
+    """Whether something is at `path`, relative to the root."""
+    try:
+        return (ROOT / path).exists()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciDevice:
+    """One device of the PCI bus, as Linux's sysfs shows it (Documentation/ABI/testing/sysfs-bus-pci)."""
+
+    address: str
+    """Domain, bus, device and function: "0000:18:00.0"."""
+    vendor_id: int
+    device_id: int
+    class_id: int
+    """24 bits: base class, subclass, interface; 0x03.... is a display controller, 0x12.... an accelerator."""
+    folder: Path
+
+
+def pci_devices(vendor_id: int) -> list[PciDevice]:
+    """The vendor's PCI devices by address; none where sysfs is not there."""
+    found = []
+    bus = ROOT / "sys/bus/pci/devices"
+    with contextlib.suppress(OSError):
+        for folder in sorted(bus.iterdir()):
+            ids = [_hexadecimal(folder / name) for name in ("vendor", "device", "class")]
+            if ids[0] == vendor_id and ids[1] is not None:
+                found.append(
+                    PciDevice(
+                        address=folder.name,
+                        vendor_id=vendor_id,
+                        device_id=ids[1],
+                        class_id=ids[2] or 0,
+                        folder=folder,
+                    )
+                )
+    return found
+
+
+def _hexadecimal(path: Path) -> int | None:
+    try:
+        return int(read(path) or "", 16)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """What the installed torch was built for, read from torch/version.py: importing torch takes seconds.
+
+    runtimes: versions by torch's own names, "cuda", "hip" and "xpu"; None for a runtime that the build has not. A
+        name that version.py does not mention is not in it: nothing is known then.
+    """
+
+    version: str
+    runtimes: dict[str, str | None]
+
+    def lacks(self, runtime: str) -> bool:
+        """Whether the build says that it was made without this runtime."""
+        return runtime in self.runtimes and self.runtimes[runtime] is None
+
+
+def torch_build() -> TorchBuild | None:
+    """The installed torch; None when there is none. Nothing is imported."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:  # a folder that is merely called torch has no origin
+        return None
+    values: dict[str, Any] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    values[ast.unparse(target)] = node.value.value
+    runtimes: dict[str, str | None] = {name: values[name] for name in ("cuda", "hip", "xpu") if name in values}
+    return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes)
