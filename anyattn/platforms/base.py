@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyattn.types import GraphLevel, Status
+
+if TYPE_CHECKING:
+    from anyattn.attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ class Platform:
     runtime_version: str | None = None
     """Version of the vendor runtime that the installed torch was built for, where there is one."""
     collective: str = "gloo"
-    """torch.distributed backend for this kind."""
+    """The library for collective communication: nccl, rccl, hccl, xccl, mccl or gloo. torch.distributed calls its
+    backends by these names too, but for rccl, which is "nccl" there."""
     graph: GraphLevel = GraphLevel.NEVER
     """The most that a device graph can do on this kind of device."""
     triton: bool = False
@@ -49,6 +53,17 @@ class Platform:
     """Facts of hardware that is not here, for asking what would be chosen there."""
     problems: tuple[str, ...] = ()
     """Why the torch that is installed here cannot drive the device; empty when nothing speaks against it."""
+
+    def backends(self, spec: AttentionSpec | None = None) -> tuple[str, ...]:
+        """Names of the attention backends that are valid on this device, best first; those of plugins too.
+
+        spec: they also have to serve these layers, in at least one role.
+        """
+        # The one place where facts lead on to what can be done with them: for people at a prompt. The import waits for
+        # the call, because everything else is built on this file.
+        from anyattn.dry_run import backends_on
+
+        return backends_on(self, spec)
 
     def __str__(self) -> str:
         return f"{self.torch_device} ({self.name}, {self.arch})"

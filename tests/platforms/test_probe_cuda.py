@@ -1,7 +1,9 @@
-"""The NVIDIA probe, with the machine faked at its edges: the pynvml module, /dev and /proc, the environment, torch."""
+"""The NVIDIA probe, with the machine faked at its edges: the pynvml module, the process that asks the CUDA driver, the
+files below /dev, /proc and /sys, the environment, torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,6 +98,9 @@ class FakeNvml(ModuleType):
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.65.06"
 
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13000
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 
@@ -112,6 +117,22 @@ class FakeNvml(ModuleType):
             raise NVMLError_NotFound("Not Found")
         return found
 
+
+def driver_device(uuid: str, name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0)) -> dict:
+    """One device as the child process that asks the CUDA driver tells it."""
+    return {
+        "name": name,
+        "uuid": uuid,
+        "compute_capability": list(capability),
+        "num_cores": 132,
+        "memory_total_bytes": 80 * GIB,
+        "pci_bus_id": "0000:18:00.0",
+    }
+
+
+NO_LIBRARY = {"error": "cannot be loaded: libcuda.so.1: cannot open shared object file"}
+MISMATCH = {"error": "does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803): reboot", "code": 803}
+NO_DEVICE = {"error": "does not start: CUDA_ERROR_NO_DEVICE (100): no device can be used", "code": 100}
 
 A, B, C = (f"GPU-{digit * 3}{digit}937-d72c-4106-c12f-20bd9faed9f6" for digit in "abc")
 M, N = (f"MIG-{digit * 4}4a58-ed3a-5e19-8f0e-5f6b1f4d3c2b" for digit in "12")
@@ -130,6 +151,16 @@ class Machine:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.syspath_prepend(root / "site")
         self.gpus(Gpu(A), Gpu(B), Gpu(C))
+        self.driver: dict[str, Any] = NO_LIBRARY
+        """What the child process answers."""
+        self.num_children = 0
+        monkeypatch.setattr(subprocess, "run", self.run)
+
+    def run(self, command: list[str], **options: Any) -> Any:
+        assert command[0] == sys.executable
+        assert command[-1].endswith("cuda_driver.py")
+        self.num_children += 1
+        return SimpleNamespace(stdout=json.dumps(self.driver), stderr="", returncode=0)
 
     def write(self, name: str, text: str = "") -> None:
         path = self.root / name
@@ -143,6 +174,36 @@ class Machine:
         self.nvml = FakeNvml(list(gpus))
         self.monkeypatch.setitem(sys.modules, "pynvml", self.nvml)
         return self.nvml
+
+    def without_nvml(self, *models: str, sign: str = "dev/nvidiactl") -> None:
+        """NVML does not start; the driver's files show these models."""
+
+        def fail() -> None:
+            raise NVMLError("Driver/library version mismatch")
+
+        self.nvml.nvmlInit = fail  # type: ignore[method-assign]
+        self.write(sign)
+        for number, model in enumerate(models):
+            self.information(number, model)
+
+    def information(self, number: int, model: str, uuid: str | None = None, excluded: str = "No") -> None:
+        lines = {
+            "Model": model,
+            "IRQ": "10",
+            "GPU UUID": (A, B, C)[number] if uuid is None else uuid,
+            "Bus Location": f"0000:{number + 1}8:00.0",
+            "Device Minor": str(number),
+            "GPU Excluded": excluded,
+        }
+        text = "".join(f"{key}: \t {value}\n" for key, value in lines.items())
+        self.write(f"proc/driver/nvidia/gpus/0000:{number + 1}8:00.0/information", text)
+
+    def pci(self, class_id: int, driver: str | None, address: str = "0000:65:00.0") -> None:
+        folder = f"sys/bus/pci/devices/{address}"
+        for name, number in (("vendor", 0x10DE), ("device", 0x2330), ("class", class_id)):
+            self.write(f"{folder}/{name}", f"{number:#x}")
+        if driver is not None:
+            (self.root / folder / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
 
     def probe(self, visible: str | None = None, order: str | None = None) -> ProbeResult:
         for variable, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
@@ -286,12 +347,19 @@ def test_a_machine_without_any_nvidia_device_is_silent(machine: Machine) -> None
     assert machine.probe() == ProbeResult()
 
 
-SIGNS = [["dev/nvidiactl"], ["proc/driver/nvidia/version"], ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"]]
+SIGNS = [
+    ["dev/nvidiactl"],
+    ["proc/driver/nvidia/version"],
+    ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"],  # WSL
+    ["dev/nvhost-gpu"],  # Jetson
+    ["dev/nvgpu/igpu0/ctrl"],  # Jetson, newer
+    ["Windows/System32/nvcuda.dll"],
+]
 
 
 @pytest.mark.parametrize("sign", [*SIGNS, ["dev/dxg"], []], ids=str)
 @pytest.mark.parametrize("trouble", ["pynvml is missing", "pynvml is broken", "NVML fails"])
-def test_without_nvml_it_says_so_only_where_a_device_is_evidently_there(
+def test_without_nvml_it_says_so_and_asks_on_only_where_a_device_is_evidently_there(
     machine: Machine, sign: list[str], trouble: str
 ) -> None:
     for file in sign:
@@ -313,11 +381,182 @@ def test_without_nvml_it_says_so_only_where_a_device_is_evidently_there(
     result = machine.probe()
     assert result.devices == ()
     if sign in SIGNS:
-        (problem,) = result.problems
-        assert f"/{sign[0]} exists" in problem
-        assert expected in problem
+        reason, driver = result.problems
+        assert "/" + "/".join(sign[0].split("/")[:2]) in reason
+        assert expected in reason
+        assert "libcuda.so.1: cannot open shared object file" in driver
+        assert machine.num_children == 1
     else:
         assert result.problems == ()
+        assert machine.num_children == 0
+
+
+def test_without_nvml_the_cuda_driver_tells_the_devices_that_it_shows(machine: Machine) -> None:
+    machine.without_nvml()
+    machine.write(
+        "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\n"
+    )
+    machine.driver = {"cuda_version": [13, 0], "devices": [driver_device(B), driver_device(A, "NVIDIA T4", (7, 5))]}
+    result = machine.probe()
+    first, second = result.devices
+    assert (first.name, first.uuid, first.arch, first.compute_capability) == (
+        "NVIDIA H100 80GB HBM3",
+        B,
+        "sm90",
+        (9, 0),
+    )
+    assert (first.memory_total_bytes, first.memory_free_bytes, first.num_cores) == (80 * GIB, None, 132)
+    assert (first.driver_version, first.runtime_version, first.problems) == ("535.129.03", "13.0", ())
+    assert (first.status, first.collective, first.triton) == ("contract-tested", "nccl", True)
+    assert (second.index, second.torch_device, second.uuid, second.arch) == (1, "cuda:1", A, "sm75")
+    (problem,) = result.problems
+    assert "Driver/library version mismatch" in problem
+    assert "nvidia-smi" in problem
+
+
+def test_the_drivers_numbers_are_taken_as_they_are_whatever_the_variables_say(machine: Machine) -> None:
+    machine.without_nvml("NVIDIA H100 80GB HBM3", "NVIDIA T4")
+    machine.driver = {"cuda_version": [13, 0], "devices": [driver_device(C)]}
+    result = machine.probe("2", "FASTEST_FIRST")  # the child has applied them
+    assert [(device.uuid, device.torch_device) for device in result.devices] == [(C, "cuda:0")]
+    assert len(result.problems) == 1
+
+
+def test_a_device_that_does_not_answer_the_driver_is_a_problem_and_the_others_keep_their_numbers(
+    machine: Machine,
+) -> None:
+    machine.without_nvml()
+    machine.driver = {"cuda_version": [13, 0], "devices": [{"error": "CUDA_ERROR_UNKNOWN (999)"}, driver_device(B)]}
+    result = machine.probe()
+    assert [(device.uuid, device.torch_device) for device in result.devices] == [(B, "cuda:1")]
+    assert "cuda:0" in result.problems[1]
+    assert "CUDA_ERROR_UNKNOWN (999)" in result.problems[1]
+
+
+def test_without_the_driver_too_its_files_tell_the_models_and_torch_cannot_use_them(machine: Machine) -> None:
+    machine.without_nvml("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3")
+    machine.write("sys/module/nvidia/version", "580.65.06\n")
+    machine.driver = MISMATCH
+    result = machine.probe()
+    assert uuids(result) == [A, B]
+    first = result.devices[0]
+    assert (first.name, first.arch, first.compute_capability) == ("NVIDIA H100 80GB HBM3", "sm90", (9, 0))
+    assert (first.memory_total_bytes, first.memory_free_bytes, first.num_cores) == (None, None, None)
+    assert (first.driver_version, first.status) == ("580.65.06", "contract-tested")
+    (device_problem,) = first.problems
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)" in device_problem
+    nvml_problem, driver_problem = result.problems
+    assert "NVML does not start" in nvml_problem
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)" in driver_problem
+
+
+def test_visible_devices_is_applied_to_what_the_files_tell(machine: Machine) -> None:
+    machine.without_nvml(*["NVIDIA A100-SXM4-40GB"] * 3)
+    result = machine.probe("2,0,7")
+    assert [(device.uuid, device.torch_device) for device in result.devices] == [(C, "cuda:0"), (A, "cuda:1")]
+    assert 'no device "7"' in result.problems[-1]
+
+
+def test_files_of_different_models_are_told_to_be_in_another_order_than_cudas(machine: Machine) -> None:
+    machine.without_nvml("NVIDIA T4", "NVIDIA L40S")
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in machine.probe().problems[-1]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" not in machine.probe(order="PCI_BUS_ID").problems[-1]
+
+
+@pytest.mark.parametrize(("setting", "is_told"), [(None, True), ("", False), ("-1", False), ("0", True)])
+def test_a_driver_without_a_device_is_a_problem_unless_visible_devices_wants_none(
+    machine: Machine, setting: str | None, is_told: bool
+) -> None:
+    machine.without_nvml("NVIDIA T4")
+    machine.driver = NO_DEVICE
+    told = [problem for problem in machine.probe(setting).problems if "CUDA_ERROR_NO_DEVICE" in problem]
+    assert len(told) == is_told
+
+
+def test_a_model_that_the_table_does_not_know_is_a_problem_and_left_out(machine: Machine) -> None:
+    machine.without_nvml("NVIDIA Next 1000", "NVIDIA T4")
+    result = machine.probe()
+    assert [(device.uuid, device.torch_device) for device in result.devices] == [(B, "cuda:1")]
+    assert any("cuda:0 (NVIDIA Next 1000) is left out" in problem for problem in result.problems)
+
+
+def test_a_gpu_that_the_driver_excludes_takes_no_number_and_one_that_was_never_used_has_no_uuid(
+    machine: Machine,
+) -> None:
+    machine.without_nvml()
+    machine.information(0, "NVIDIA T4", excluded="Yes")
+    machine.information(1, "NVIDIA T4", uuid="GPU-????????-????-????-????-????????????")
+    (device,) = machine.probe().devices
+    assert (device.torch_device, device.uuid) == ("cuda:0", None)
+
+
+@pytest.mark.parametrize(
+    ("model", "arch"),
+    [
+        ("NVIDIA GB10", "sm121"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "sm120"),
+        ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", "sm120"),
+        ("NVIDIA B300 SXM6 AC", "sm103"),
+        ("NVIDIA GB200", "sm100"),
+        ("NVIDIA GH200 480GB", "sm90"),
+        ("NVIDIA H100 PCIe", "sm90"),
+        ("NVIDIA L4", "sm89"),
+        ("NVIDIA L40S", "sm89"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "sm89"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "sm89"),
+        ("NVIDIA A10", "sm86"),
+        ("NVIDIA RTX A6000", "sm86"),
+        ("NVIDIA A100-SXM4-80GB", "sm80"),
+        ("Tesla T4", "sm75"),
+        ("Quadro RTX 4000", "sm75"),
+        ("NVIDIA TITAN RTX", "sm75"),
+        ("Tesla V100-SXM2-32GB", "sm70"),
+        ("NVIDIA TITAN V", "sm70"),
+        ("Quadro P5000", "sm61"),
+        ("Tesla P100-PCIE-16GB", "sm60"),
+        ("NVIDIA A10X", None),
+        ("NVIDIA A1000", None),
+        ("GeForce GTX TITAN X", None),
+    ],
+)
+def test_the_table_knows_a_model_by_the_beginning_of_its_name(machine: Machine, model: str, arch: str | None) -> None:
+    machine.without_nvml(model)
+    assert [device.arch for device in machine.probe().devices] == ([] if arch is None else [arch])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80.02  Wed Sep 23 01:13:39 UTC 2020", "450.80.02"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root)", "580.65.06"),
+        ("", None),
+    ],
+)
+def test_the_drivers_release_is_read_from_its_file(machine: Machine, text: str, expected: str | None) -> None:
+    machine.without_nvml("NVIDIA T4", sign="proc/driver/nvidia/version")
+    machine.write("proc/driver/nvidia/version", text)
+    assert machine.probe().devices[0].driver_version == expected
+
+
+@pytest.mark.parametrize(
+    ("class_id", "driver", "text"),
+    [
+        (0x030000, None, "NVIDIA's driver is not installed or not loaded; install it"),
+        (0x030200, "nouveau", "nouveau drives it, which has no CUDA"),
+        (0x030200, "nvidia", "docker run --gpus all"),
+        (0x030200, "vfio-pci", None),  # lent to a virtual machine
+        (0x040300, "snd_hda_intel", None),  # the sound that goes out over HDMI
+    ],
+)
+def test_a_gpu_on_the_bus_without_a_driver_is_a_problem_and_no_process_is_started(
+    machine: Machine, class_id: int, driver: str | None, text: str | None
+) -> None:
+    machine.monkeypatch.setitem(sys.modules, "pynvml", None)
+    machine.pci(class_id, driver)
+    result = machine.probe()
+    assert result.devices == ()
+    assert [text in problem and "0000:65:00.0" in problem for problem in result.problems] == ([True] if text else [])
+    assert machine.num_children == 0
 
 
 def test_a_gpu_that_cannot_be_opened_is_a_problem_and_takes_no_number(machine: Machine) -> None:
@@ -340,6 +579,7 @@ def test_nvml_that_fails_altogether_is_a_problem_and_not_a_crash(machine: Machin
     def fail() -> int:
         raise NVMLError("Unknown Error")
 
+    machine.write("dev/nvidiactl")
     machine.nvml.nvmlDeviceGetCount = fail
     result = machine.probe()
     assert result.devices == ()
@@ -358,6 +598,7 @@ def test_facts_that_a_device_does_not_have_are_unknown(machine: Machine) -> None
 def test_a_binding_that_lacks_newer_functions_and_returns_bytes_will_do(machine: Machine) -> None:
     nvml = machine.gpus(Gpu(A.encode(), name=b"Tesla V100-SXM2-32GB", capability=(7, 0)))  # type: ignore[arg-type]
     del nvml.nvmlDeviceGetMigMode, nvml.nvmlDeviceGetNumGpuCores
+    machine.monkeypatch.delattr(FakeNvml, "nvmlSystemGetCudaDriverVersion")
     nvml.nvmlSystemGetDriverVersion = lambda: b"450.80.02"
     (device,) = machine.probe(A).devices
     assert (device.uuid, device.name, device.driver_version) == (A, "Tesla V100-SXM2-32GB", "450.80.02")
@@ -419,6 +660,23 @@ def test_a_torch_built_without_cuda_is_a_problem_of_the_device(machine: Machine,
     assert 'pip install "anyattn[cuda]"' in problem
 
 
+@pytest.mark.parametrize(
+    ("known", "runtime", "is_told"), [(12080, "13.0", True), (12080, "12.9", False), (13000, "12.6", False)]
+)
+@pytest.mark.parametrize("source", ["NVML", "driver"])
+def test_a_torch_for_a_newer_major_version_of_cuda_than_the_driver_knows_is_a_problem_of_the_device(
+    machine: Machine, source: str, known: int, runtime: str, is_told: bool
+) -> None:
+    machine.torch(f"__version__ = '2.13.0'\ncuda = '{runtime}'\n")
+    machine.nvml.nvmlSystemGetCudaDriverVersion = lambda: known
+    if source == "driver":
+        machine.without_nvml()
+        machine.driver = {"cuda_version": [known // 1000, known % 1000 // 10], "devices": [driver_device(A)]}
+    device = machine.probe().devices[0]
+    assert device.runtime_version == runtime
+    assert [("CUDA 12.8 and older" in problem) for problem in device.problems] == ([True] if is_told else [])
+
+
 def test_a_torch_whose_version_file_cannot_be_read_is_given_the_benefit_of_the_doubt(machine: Machine) -> None:
     machine.torch("cuda = (")
     (device, *_) = machine.probe().devices
@@ -452,3 +710,28 @@ def test_after_a_probe_and_a_fork_the_child_may_probe_and_start_cuda() -> None:
     )
     root = Path(cuda.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+@pytest.mark.cuda
+def test_on_hardware_the_driver_tells_what_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pynvml")
+    by_nvml = cuda.probe()
+    if not by_nvml.devices or by_nvml.problems:
+        pytest.skip("no NVIDIA device that NVML tells")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    by_driver = cuda.probe()
+    assert len(by_driver.devices) == len(by_nvml.devices)
+    for told, expected in zip(by_driver.devices, by_nvml.devices, strict=True):
+        for fact in (
+            "name",
+            "uuid",
+            "arch",
+            "compute_capability",
+            "num_cores",
+            "torch_device",
+            "driver_version",
+            "runtime_version",
+        ):
+            assert getattr(told, fact) == getattr(expected, fact), fact
+        if expected.memory_total_bytes is not None:  # the driver keeps a little for itself
+            assert told.memory_total_bytes == pytest.approx(expected.memory_total_bytes, rel=0.05)

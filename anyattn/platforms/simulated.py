@@ -1,0 +1,143 @@
+"""Devices that are not here, as facts, for asking what would be chosen on them: one of each generation.
+
+Names and memory are what the vendor's tool shows unless a comment says otherwise. What depends on the machine around a
+device (driver, free memory) is unknown. Graph, Triton, collectives and status are as the probe of that kind has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anyattn.platforms.base import Platform
+from anyattn.types import GraphLevel
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def _device(short_name: str, /, **facts: Any) -> Platform:
+    """torch does not know the torch device, so that nothing runs on it by mistake."""
+    return Platform(torch_device=f"sim:{short_name}", simulated=True, **facts)
+
+
+def _nvidia(short_name: str, name: str, capability: tuple[int, int], *, num_cores: int, memory_mib: int) -> Platform:
+    """memory_mib: as nvidia-smi shows it; drivers differ by a little."""
+    return _device(
+        short_name,
+        kind="cuda",
+        vendor="nvidia",
+        name=name,
+        arch=f"sm{capability[0]}{capability[1]}",
+        compute_capability=capability,
+        memory_total_bytes=memory_mib * _MIB,
+        num_cores=num_cores,
+        collective="nccl",
+        graph=GraphLevel.ALWAYS,
+        triton=True,
+        status="run on hardware",
+    )
+
+
+# Multiprocessors: NVIDIA's whitepapers "A100 Tensor Core GPU Architecture", "H100 Tensor Core GPU Architecture" (the
+# H200 has the same chip) and "RTX Blackwell GPU Architecture"; the L40S datasheet (18176 CUDA cores, 128 in each); for
+# the B200 what CUDA's deviceQuery shows.
+H100 = _nvidia("h100", "NVIDIA H100 80GB HBM3", (9, 0), num_cores=132, memory_mib=81559)
+H200 = _nvidia("h200", "NVIDIA H200", (9, 0), num_cores=132, memory_mib=143771)
+A100 = _nvidia("a100", "NVIDIA A100-SXM4-80GB", (8, 0), num_cores=108, memory_mib=81920)
+L40S = _nvidia("l40s", "NVIDIA L40S", (8, 9), num_cores=142, memory_mib=46068)
+B200 = _nvidia("b200", "NVIDIA B200", (10, 0), num_cores=148, memory_mib=183359)
+RTX5090 = _nvidia("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), num_cores=170, memory_mib=32607)
+
+MI300X = _device(
+    "mi300x",
+    kind="rocm",
+    vendor="amd",
+    name="AMD Instinct MI300X",
+    arch="gfx942",
+    memory_total_bytes=206_141_652_992,  # rocm-smi --showmeminfo vram, unpartitioned
+    num_cores=304,  # compute units; "AMD Instinct MI300X Accelerator" data sheet
+    collective="rccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="contract-tested",
+)
+
+ASCEND910B = _device(
+    "ascend910b",
+    kind="ascend",
+    vendor="huawei",
+    name="Ascend 910B3",
+    arch="ascend910b",
+    memory_total_bytes=64 * _GIB,  # as it is sold
+    num_cores=20,  # AI cores of this one of the 910B's models; CANN, platform_config/Ascend910B3.ini
+    collective="hccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="contract-tested",
+)
+
+# Sapphire Rapids: the instruction sets that Linux shows for it; its AMX has no fp16.
+XEON_AMX = _device(
+    "xeon-amx",
+    kind="cpu",
+    vendor="intel",
+    name="Intel(R) Xeon(R) Platinum 8480+",
+    arch="x86_64",
+    features=frozenset(
+        {"avx", "avx2", "fma", "f16c", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8"}
+        | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16", "avx512_vnni"}
+    ),
+    memory_total_bytes=None,  # the machine's
+    num_cores=56,  # one socket; Intel ARK, "Intel Xeon Platinum 8480+ Processor"
+    num_threads=112,
+    collective="gloo",
+    status="run on hardware",
+)
+
+# One of the two stacks of the card, which torch takes for a device of its own: half of its memory and cores.
+PVC = _device(
+    "pvc",
+    kind="xpu",
+    vendor="intel",
+    name="Intel Data Center GPU Max 1550",
+    arch="pvc",
+    memory_total_bytes=68_702_699_520,  # torch.xpu.get_device_properties
+    num_cores=64,  # Xe cores; "Intel Data Center GPU Max 1550" product specifications have 128 for both
+    collective="xccl",
+    triton=True,
+    status="contract-tested",
+)
+
+MTT_S5000 = _device(
+    "mtt-s5000",
+    kind="musa",
+    vendor="moore threads",
+    name="MTT S5000",
+    arch="mp_31",
+    memory_total_bytes=80 * _GIB,  # as it is sold; musaInfo shows 79.91 GB
+    num_cores=56,  # multiProcessorCount; output of musaInfo in the "MUSA SDK 5.2.0" installation guide
+    collective="mccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="declared",
+)
+
+M3 = _device(
+    "m3",
+    kind="apple",
+    vendor="apple",
+    name="Apple M3",
+    arch="apple9",
+    # The larger variants, of the memory (the CPU's too) and of the GPU: Apple, "MacBook Air (13-inch, M3, 2024) - Tech
+    # Specs".
+    memory_total_bytes=24 * _GIB,
+    num_cores=10,
+    collective="gloo",
+    status="contract-tested",
+)
+
+DEVICES: Mapping[str, Platform] = {
+    device.torch_device.removeprefix("sim:"): device
+    for device in (H100, H200, A100, L40S, B200, RTX5090, MI300X, ASCEND910B, XEON_AMX, PVC, MTT_S5000, M3)
+}
+"""All of them, by the names after "sim:"."""

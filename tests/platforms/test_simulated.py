@@ -1,0 +1,113 @@
+"""The simulated devices: complete, as the probes would tell them, and nothing that anything could run on."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from anyattn.platforms import cpu, simulated
+from anyattn.platforms.base import Platform
+from anyattn.platforms.simulated import DEVICES
+from anyattn.plugins import builtin
+from anyattn.types import GraphLevel
+
+ARCHS = {
+    "h100": ("cuda", "sm90"),
+    "h200": ("cuda", "sm90"),
+    "a100": ("cuda", "sm80"),
+    "l40s": ("cuda", "sm89"),
+    "b200": ("cuda", "sm100"),
+    "rtx5090": ("cuda", "sm120"),
+    "mi300x": ("rocm", "gfx942"),
+    "ascend910b": ("ascend", "ascend910b"),
+    "xeon-amx": ("cpu", "x86_64"),
+    "pvc": ("xpu", "pvc"),
+    "mtt-s5000": ("musa", "mp_31"),
+    "m3": ("apple", "apple9"),
+}
+COLLECTIVES = {
+    "cuda": "nccl", "rocm": "rccl", "ascend": "hccl", "xpu": "xccl", "musa": "mccl", "cpu": "gloo", "apple": "gloo",
+}  # fmt: skip
+
+
+def test_there_is_one_for_each_name_with_its_kind_and_architecture():
+    assert {name: (device.kind, device.arch) for name, device in DEVICES.items()} == ARCHS
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_a_device_is_a_frozen_platform_that_says_that_it_is_simulated(name):
+    device = DEVICES[name]
+    assert getattr(simulated, name.upper().replace("-", "_")) is device
+    assert type(device) is Platform
+    assert device.simulated
+    assert device.torch_device == f"sim:{name}"
+    assert str(device) == f"sim:{name} ({device.name}, {device.arch})"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        device.arch = "x"
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_facts_are_plausible_and_what_the_machine_would_decide_is_open(name):
+    device = DEVICES[name]
+    assert json.loads(json.dumps(device.to_json()))["simulated"]
+    assert device.collective == COLLECTIVES[device.kind]
+    assert device.num_cores >= 10
+    assert device.memory_total_bytes is None or 1 << 33 < device.memory_total_bytes < 1 << 38
+    assert (device.memory_total_bytes is None) == (device.kind == "cpu")
+    assert (device.num_threads is None) == (device.kind != "cpu")
+    assert device.memory_free_bytes is device.uuid is device.driver_version is device.runtime_version is None
+    assert device.problems == ()
+    assert device.index == 0
+
+
+def test_what_is_the_same_for_all_of_a_kind_is_what_its_probe_says():
+    told = {
+        "cuda": (GraphLevel.ALWAYS, True, "nvidia", "run on hardware"),
+        "rocm": (GraphLevel.ALWAYS, True, "amd", "contract-tested"),
+        "ascend": (GraphLevel.ALWAYS, True, "huawei", "contract-tested"),
+        "xpu": (GraphLevel.NEVER, True, "intel", "contract-tested"),
+        "musa": (GraphLevel.ALWAYS, True, "moore threads", "declared"),
+        "cpu": (GraphLevel.NEVER, False, "intel", "run on hardware"),
+        "apple": (GraphLevel.NEVER, False, "apple", "contract-tested"),
+    }
+    for device in DEVICES.values():
+        assert (device.graph, device.triton, device.vendor, device.status) == told[device.kind]
+
+
+def test_only_nvidia_devices_have_a_compute_capability_and_it_is_their_architecture():
+    for device in DEVICES.values():
+        capability = device.compute_capability
+        assert (capability is not None) == (device.kind == "cuda")
+        assert capability is None or device.arch == f"sm{capability[0]}{capability[1]}"
+
+
+def test_features_are_names_that_the_cpu_probe_looks_for_and_only_the_cpu_has_some():
+    assert {name for name, device in DEVICES.items() if device.features} == {"xeon-amx"}
+    features = DEVICES["xeon-amx"].features
+    assert features <= cpu._FEATURES
+    assert {"amx_bf16", "avx512_bf16", "avx512_fp16"} <= features
+    assert "amx_fp16" not in features  # only its successor has it
+
+
+def test_the_built_in_plugin_offers_them_by_these_names():
+    offers = builtin.anyattn_simulated_devices()
+    assert list(offers) == list(DEVICES)
+    for name, target in offers.items():
+        module, _, attribute = target.partition(":")
+        assert getattr(importlib.import_module(module), attribute) is DEVICES[name]
+
+
+def test_torch_takes_none_of_them_for_a_device():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    for device in DEVICES.values():
+        with pytest.raises(RuntimeError):
+            torch.device(device.torch_device)
+
+
+def test_reading_them_imports_no_torch_and_no_numpy():
+    program = "import sys, anyattn.platforms.simulated; print([n for n in ('torch', 'numpy') if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
