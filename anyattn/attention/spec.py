@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,34 @@ class AttentionSpec:
             sm_scale=sm_scale,
             **fields,
         )
+
+    @classmethod
+    def from_hf_config(
+        cls, config: str | os.PathLike[str] | dict[str, Any], tp: int = 1, *, dtype: Any = None, kv_dtype: Any = "auto"
+    ) -> tuple[AttentionSpec, ...]:
+        """A spec for each layer of a Hugging Face model, as `create_runtime` takes them; kinds: `dict.fromkeys(specs)`.
+
+        config: path of a config.json or of its folder, or its contents. Of a multimodal model, the language model's.
+        tp: degree of tensor parallelism; the specs are those of one of `tp` devices.
+        dtype: instead of the config's; "bfloat16" where it has none.
+
+        Raises SpecError where the config cannot be read, or not with certainty, and for a tp that does not divide.
+        """
+        from anyattn.attention.hf_config import specs_from_hf_config
+
+        return specs_from_hf_config(config, tp, dtype=dtype, kv_dtype=kv_dtype)
+
+    @classmethod
+    def from_preset(
+        cls, name: str, tp: int = 1, *, dtype: Any = None, kv_dtype: Any = "auto"
+    ) -> tuple[AttentionSpec, ...]:
+        """A spec for each layer of a well-known model; see `anyattn.attention.presets` and `from_hf_config`.
+
+        Raises SpecError for an unknown name, with those that are known.
+        """
+        from anyattn.attention.presets import specs_from_preset
+
+        return specs_from_preset(name, tp, dtype=dtype, kv_dtype=kv_dtype)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
