@@ -13,6 +13,11 @@ def anyattn_platforms() -> dict[str, str]:
     """Accelerators first: the first usable device is the default."""
     return {
         "cuda": "anyattn.platforms.cuda:probe",
+        "rocm": "anyattn.platforms.rocm:probe",
+        "ascend": "anyattn.platforms.ascend:probe",
+        "xpu": "anyattn.platforms.xpu:probe",
+        "musa": "anyattn.platforms.musa:probe",
+        "apple": "anyattn.platforms.apple:probe",
         "cpu": "anyattn.platforms.cpu:probe",
     }
 
@@ -22,6 +27,7 @@ def anyattn_attention_backends() -> dict[str, str]:
     """Portable ones and those that wrap a vendor's kernels."""
     return {
         "flashinfer": "anyattn.hardware_backend.cuda.flashinfer:FlashInferBackend",
+        "flex_attention": "anyattn.attention.flex_attention:FlexAttentionBackend",
         "reference": "anyattn.attention.reference:ReferenceBackend",
         "torch_native": "anyattn.attention.torch_native:TorchNativeBackend",
     }
@@ -39,4 +45,23 @@ def anyattn_kv_pools() -> dict[str, str]:
     return {
         "mha": "anyattn.mem_cache.pool:MHAPool",
         "mla": "anyattn.mem_cache.pool:MLAPool",
+    }
+
+
+@hookimpl
+def anyattn_simulated_devices() -> dict[str, str]:
+    """One of each generation that a backend is declared for, with facts from the vendors' documents."""
+    return {
+        "h100": "anyattn.platforms.simulated:H100",
+        "h200": "anyattn.platforms.simulated:H200",
+        "a100": "anyattn.platforms.simulated:A100",
+        "l40s": "anyattn.platforms.simulated:L40S",
+        "b200": "anyattn.platforms.simulated:B200",
+        "rtx5090": "anyattn.platforms.simulated:RTX5090",
+        "mi300x": "anyattn.platforms.simulated:MI300X",
+        "ascend910b": "anyattn.platforms.simulated:ASCEND910B",
+        "xeon-amx": "anyattn.platforms.simulated:XEON_AMX",
+        "pvc": "anyattn.platforms.simulated:PVC",
+        "mtt-s5000": "anyattn.platforms.simulated:MTT_S5000",
+        "m3": "anyattn.platforms.simulated:M3",
     }

@@ -2,7 +2,8 @@
 
 A plugin is a module or object named by an entry point of the group `anyattn.plugins`. It states the contract it was
 written for, `contract_version = 1`, and implements any of these hooks with `@anyattn.hookimpl`. Nothing behind a
-dotted name is imported before it is needed.
+dotted name is imported before it is needed. All of a plugin's code that runs before a backend is made, at import too,
+may run in a thread that is not the main one, and has a time limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def anyattn_platforms() -> dict[str, str]:  # type: ignore[empty-body]
-    """Probes by device kind; each is a function without arguments that returns a `ProbeResult`."""
+    """Probes by device kind; each is a function without arguments that returns a `ProbeResult`.
+
+    All devices of a probe are of the kind that it is offered for, and each has a torch device of its own; what is
+    neither is left out and reported. Probes run side by side, under one time limit.
+    """
 
 
 @hookspec
@@ -34,3 +39,8 @@ def anyattn_kv_allocators() -> dict[str, str]:  # type: ignore[empty-body]
 @hookspec
 def anyattn_kv_pools() -> dict[str, str]:  # type: ignore[empty-body]
     """KV pools by name; each is a subclass of `KVPool`."""
+
+
+@hookspec
+def anyattn_simulated_devices() -> dict[str, str]:  # type: ignore[empty-body]
+    """Facts of hardware that is not here, by name; each is a `Platform` with `simulated=True`."""

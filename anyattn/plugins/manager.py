@@ -1,51 +1,34 @@
-"""Loads plugins one by one, so that none takes another down, and keeps the books of what each offers."""
+"""Loads plugins one by one, so that none takes another down, and keeps the books of what became of each."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import importlib.metadata
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import pluggy
-
-from anyattn.errors import PluginLoadError, contained
-from anyattn.plugins import builtin, hookspecs
-from anyattn.types import CONTRACT_VERSION
-
-_BUILTIN = "anyattn"
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """One thing a plugin offers, found by its dotted name when needed."""
-
-    name: str
-    target: str
-    plugin: str
-    distribution: str
-
-    def load(self) -> Any:
-        """Imports and returns it. Raises PluginLoadError."""
-        module, _, attribute = self.target.partition(":")
-        try:
-            return getattr(contained(importlib.import_module, module), attribute)
-        except Exception as error:
-            raise PluginLoadError(
-                f"{self.name!r} of plugin {self.plugin} ({self.distribution}): {self.target} cannot be imported: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+from anyattn.errors import PluginLoadError
+from anyattn.plugins.installed import InstalledPlugin, from_entry_point, installed_plugins
+from anyattn.plugins.isolation import describe
+from anyattn.plugins.loading import (
+    HOOKS,
+    call_hook,
+    check_contract,
+    implemented_hooks,
+    import_plugin,
+    is_contract_version,
+)
+from anyattn.plugins.records import BUILTIN, Offer, PluginRecord, PluginState, is_name, offer_kind, release
 
 
 class PluginManager:
     """Everything that is offered here: built-ins first, then the entry points of the group `anyattn.plugins`.
 
     allow: names of entry points that may be loaded; None for all of them.
-    strict: a plugin that fails raises PluginLoadError; otherwise the failure is kept in `problems`.
+    strict: a plugin that fails raises PluginLoadError; otherwise the failure is kept in `problems` and `records`.
     entry_points: instead of those of the installed distributions.
+    time_limit_s: seconds that a plugin has for each import and hook, and all probes together have in `detect`. What
+        takes longer is a failure. Plugins are imported, and their hooks called, in threads other than the caller's.
     """
 
     def __init__(
@@ -54,133 +37,170 @@ class PluginManager:
         allow: frozenset[str] | None = None,
         strict: bool = False,
         entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+        time_limit_s: float = 10.0,
     ) -> None:
         self.problems: list[str] = []
+        self.time_limit_s = time_limit_s
         self._strict = strict
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
-        self._distributions = {_BUILTIN: _BUILTIN}
-        self._manager.register(builtin, _BUILTIN)
-        if entry_points is None:
-            entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
-        by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
-        for entry_point in entry_points:
-            if allow is None or entry_point.name in allow:
-                by_name.setdefault(entry_point.name, []).append(entry_point)
-        for name in sorted((allow or frozenset()) - by_name.keys()):
-            self.report(f"ANYATTN_PLUGINS names {name!r}, which no installed distribution provides.")
-        for name in sorted(by_name):
-            if not _NAME.fullmatch(name):
-                self.report(f"a plugin is named {name!r}: names are letters, digits, '_', '.' and '-'.")
-            elif len(by_name[name]) > 1 or name == _BUILTIN:
-                owners = ", ".join(sorted(map(_distribution, by_name[name])))
-                self.report(f"plugin name {name!r} is taken by {owners}; none is loaded: uninstall or rename one.")
+        self._records: list[PluginRecord] = []
+        self._offered: dict[str, list[Offer]] = {hook: [] for hook in HOOKS}
+        self._register(_builtin())
+        found = installed_plugins() if entry_points is None else [from_entry_point(point) for point in entry_points]
+        by_name: dict[str, list[InstalledPlugin]] = {}
+        for plugin in sorted(found, key=lambda plugin: (plugin.name, plugin.distribution or "")):
+            if allow is None or plugin.name in allow:
+                by_name.setdefault(plugin.name, []).append(plugin)
             else:
-                self._register(by_name[name][0])
+                self._keep(plugin, "not allowed")
+        for name in sorted((allow or frozenset()) - by_name.keys() - {BUILTIN}):
+            names = ", ".join(sorted({repr(plugin.name) for plugin in found})) or "no plugin"
+            problem = f"ANYATTN_PLUGINS names {name!r}, which no installed distribution provides; installed: {names}."
+            self._fail([InstalledPlugin(name=name)], problem, state="missing")
+        for name, rivals in by_name.items():
+            owners = " and ".join(release(rival.distribution, rival.version) for rival in rivals)
+            if not is_name(name):
+                problem = f"a plugin is named {name!r} by {owners}: names are letters, digits, '_', '.' and '-'."
+            elif name == BUILTIN:
+                problem = f"plugin name {name!r} is the built-in's; that of {owners} is not loaded: rename it."
+            elif len(rivals) > 1:
+                problem = f"plugin name {name!r} is taken by {owners}; none is loaded: uninstall one of them."
+            else:
+                self._register(rivals[0])
+                continue
+            self._fail(rivals, problem)
+        self._offers = {hook: self._agreed(hook) for hook in HOOKS}
+
+    @property
+    def records(self) -> tuple[PluginRecord, ...]:
+        """What became of every plugin that was found or asked for: the built-in one first, then by name."""
+        builtin, *others = self._records
+        return (builtin, *sorted(others, key=lambda record: (record.name, record.distribution or "")))
 
     def platforms(self) -> dict[str, Offer]:
-        """Platform probes by device kind."""
-        return self._offers("anyattn_platforms")
+        """Platform probes by device kind. The CPU's is the last, so that a plugin's accelerator goes before it."""
+        offers = dict(self._offers["anyattn_platforms"])
+        if "cpu" in offers:
+            offers["cpu"] = offers.pop("cpu")
+        return offers
 
     def attention_backends(self) -> dict[str, Offer]:
         """Attention backends by name."""
-        return self._offers("anyattn_attention_backends")
+        return dict(self._offers["anyattn_attention_backends"])
 
     def kv_allocators(self) -> dict[str, Offer]:
         """KV allocators by name."""
-        return self._offers("anyattn_kv_allocators")
+        return dict(self._offers["anyattn_kv_allocators"])
 
     def kv_pools(self) -> dict[str, Offer]:
         """KV pools by name."""
-        return self._offers("anyattn_kv_pools")
+        return dict(self._offers["anyattn_kv_pools"])
+
+    def simulated_devices(self) -> dict[str, Offer]:
+        """Simulated devices by name."""
+        return dict(self._offers["anyattn_simulated_devices"])
 
     def load(self, offer: Offer) -> Any | None:
         """What the offer names, or None, and a problem, when it cannot be loaded."""
         try:
-            return offer.load()
+            return offer.load(self._limit_s(offer.plugin))
         except PluginLoadError as error:
-            self.report(str(error), error)
+            self.report(str(error), error, plugin=offer.plugin)
             return None
 
-    def report(self, problem: str, cause: Exception | None = None) -> None:
-        """Keeps a plugin's failure, once. Raises PluginLoadError in strict mode."""
+    def report(self, problem: str, cause: BaseException | None = None, *, plugin: str | None = None) -> None:
+        """Keeps a failure, once. Raises PluginLoadError in strict mode.
+
+        plugin: the name of the loaded plugin that is to blame, in whose record it is kept too.
+        """
         if self._strict:
             raise PluginLoadError(problem) from cause
         if problem not in self.problems:
             self.problems.append(problem)
+        for index, record in enumerate(self._records):
+            if record.name == plugin and record.state == "loaded" and problem not in record.problems:
+                self._records[index] = dataclasses.replace(record, problems=(*record.problems, problem))
 
-    def _register(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        distribution = _distribution(entry_point)
-        who = f"plugin {entry_point.name} ({distribution})"
+    def _register(self, plugin: InstalledPlugin) -> None:
+        """Imports a plugin and calls its hooks, in threads other than this one if it is not the built-in."""
+        limit_s = self._limit_s(plugin.name)
+        stated = None
         try:
-            plugin = contained(entry_point.load)
-            version = contained(getattr, plugin, "contract_version", None)
-        except Exception as error:
-            self.report(f"{who} cannot be imported: {type(error).__name__}: {error}", error)
+            loaded, version = import_plugin(plugin, limit_s)
+            stated = version if is_contract_version(version) else None
+            check_contract(plugin, version)
+            hooks = implemented_hooks(plugin, loaded)
+        except PluginLoadError as error:
+            self._fail([plugin], str(error), error.__cause__, contract_version=stated)
             return
-        if version is None:
-            self.report(f"{who} states no contract version: set contract_version = {CONTRACT_VERSION} in it.")
-            return
-        if not isinstance(version, int) or version != CONTRACT_VERSION:
-            self.report(
-                f"{who} is written for contract version {version}, and this anyattn has {CONTRACT_VERSION}: "
-                f"install a release of {distribution} for it."
-            )
-            return
-        try:
-            self._manager.register(plugin, entry_point.name)
-            self._manager.check_pending()
-        except Exception as error:
-            if self._manager.has_plugin(entry_point.name):
-                self._manager.unregister(name=entry_point.name)
-            self.report(f"{who} does not fit the hooks: {error}; hooks are {', '.join(_hook_names())}", error)
-            return
-        if not self._manager.get_hookcallers(plugin):
-            self._manager.unregister(name=entry_point.name)
-            self.report(f"{who} implements no hook: mark {' or '.join(_hook_names())} with @anyattn.hookimpl.")
-            return
-        self._distributions[entry_point.name] = distribution
+        offers: dict[str, dict[str, str]] = {}
+        failed: list[tuple[str, Exception]] = []
+        for hook, function in hooks:
+            try:
+                names = call_hook(function, limit_s)
+            except Exception as error:
+                failed.append((f"{plugin.owner}: {hook} failed: {describe(error)}", error))
+                continue
+            offers[hook] = offers.get(hook, {}) | names
+            self._offered[hook] += [plugin.offer(name, target) for name, target in names.items()]
+        self._keep(plugin, "loaded", contract_version=stated, offers=offers)
+        for problem, cause in failed:
+            self.report(problem, cause, plugin=plugin.name)
 
-    def _offers(self, hook: str) -> dict[str, Offer]:
-        """All offers of one hook by name, built-ins first; a name that two distributions offer belongs to neither.
+    def _agreed(self, hook: str) -> dict[str, Offer]:
+        """All offers of one hook by name, built-ins first; a name that two plugins offer belongs to neither.
 
         A built-in keeps its name, so that no plugin can take one down.
         """
-        found: dict[str, list[Offer]] = {}
-        implementations = getattr(self._manager.hook, hook).get_hookimpls()
-        for implementation in sorted(implementations, key=lambda i: (i.plugin_name != _BUILTIN, i.plugin_name)):
-            plugin = implementation.plugin_name
-            distribution = self._distributions[plugin]
-            try:
-                names = _checked_offers(contained(implementation.function))
-            except Exception as error:
-                self.report(f"plugin {plugin} ({distribution}): {hook} raised {type(error).__name__}: {error}", error)
-                continue
-            for name, target in names.items():
-                offer = Offer(name=name, target=target, plugin=plugin, distribution=distribution)
-                found.setdefault(name, []).append(offer)
-        offers = {}
-        for name, rivals in found.items():
-            if len(rivals) > 1:
-                owners = ", ".join(sorted({rival.distribution for rival in rivals}))
-                kept = "the built-in is used" if rivals[0].plugin == _BUILTIN else "none is used"
-                self.report(f"{name!r} is offered by {owners}; {kept}: uninstall one or set ANYATTN_PLUGINS.")
-            if len(rivals) == 1 or rivals[0].plugin == _BUILTIN:
-                offers[name] = rivals[0]
-        return offers
+        by_name: dict[str, list[Offer]] = {}
+        for offer in self._offered[hook]:
+            by_name.setdefault(offer.name, []).append(offer)
+        agreed = {}
+        for name, rivals in by_name.items():
+            is_builtin = rivals[0].plugin == BUILTIN
+            if is_builtin or len(rivals) == 1:
+                agreed[name] = rivals[0]
+            kept = "none is used: uninstall one or keep it out with ANYATTN_PLUGINS"
+            if is_builtin:
+                kept = "the built-in is used: the plugin must choose another name"
+            owners = " and ".join(rival.owner for rival in rivals)
+            kind = offer_kind(hook).removesuffix("s")
+            for rival in rivals[is_builtin:] if len(rivals) > 1 else ():
+                self.report(f"{kind} {name!r} is offered by {owners}; {kept}.", plugin=rival.plugin)
+        return agreed
+
+    def _limit_s(self, plugin: str) -> float | None:
+        """None for what is built in: it is run in the caller's thread."""
+        return None if plugin == BUILTIN else self.time_limit_s
+
+    def _fail(
+        self,
+        plugins: list[InstalledPlugin],
+        problem: str,
+        cause: BaseException | None = None,
+        *,
+        state: PluginState = "failed",
+        contract_version: int | None = None,
+    ) -> None:
+        for plugin in plugins:
+            self._keep(plugin, state, contract_version=contract_version, problems=(problem,))
+        self.report(problem, cause)
+
+    def _keep(self, plugin: InstalledPlugin, state: PluginState, **fields: Any) -> None:
+        self._records.append(
+            PluginRecord(
+                name=plugin.name,
+                distribution=plugin.distribution,
+                version=plugin.version,
+                target=plugin.target,
+                state=state,
+                **fields,
+            )
+        )
 
 
-def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
-    return "unknown distribution" if entry_point.dist is None else entry_point.dist.name
-
-
-def _hook_names() -> list[str]:
-    return sorted(name for name in vars(hookspecs) if name.startswith("anyattn_"))
-
-
-def _checked_offers(names: Any) -> dict[str, str]:
-    """What a hook returned. Raises TypeError when it is not names and dotted names."""
-    for name, target in dict(names).items():
-        if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(target, str) and target.count(":") == 1):
-            raise TypeError(f"{name!r}: {target!r} is not a name with its 'package.module:attribute'")
-    return dict(names)
+def _builtin() -> InstalledPlugin:
+    try:
+        version = importlib.metadata.version(BUILTIN)
+    except Exception:  # a checkout that is not installed, or broken metadata
+        version = None
+    return InstalledPlugin(name=BUILTIN, target="anyattn.plugins.builtin", distribution=BUILTIN, version=version)
