@@ -14,13 +14,14 @@ export HF_HUB_OFFLINE := 1
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: help run test lint clean
+.PHONY: help run test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    what this machine is, the backend chosen and why, and an answer (PROMPT=\"...\" asks something else)"
 	@echo "make test   the tests (ARGS=\"-k name -x\" goes to pytest)"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make docs   writes docs/support.md from the declarations"
 	@echo "make clean  removes .venv and all caches"
 
 run: $(STAMP)
@@ -33,6 +34,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python docs/support.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

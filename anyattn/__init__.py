@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from anyattn.attention.select import select as select
     from anyattn.attention.selection import Selection as Selection
     from anyattn.attention.spec import AttentionSpec as AttentionSpec
+    from anyattn.discovery import current_platform as current_platform
+    from anyattn.discovery import detect as detect
+    from anyattn.dry_run import survey as survey
     from anyattn.errors import AnyattnError as AnyattnError
     from anyattn.errors import ContractError as ContractError
     from anyattn.errors import NoBackendError as NoBackendError
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from anyattn.plugins.hookspecs import hookimpl as hookimpl
     from anyattn.types import GraphLevel as GraphLevel
     from anyattn.wiring import create_runtime as create_runtime
-    from anyattn.wiring import current_platform as current_platform
-    from anyattn.wiring import detect as detect
 
 _HOMES = {
     "AnyattnError": "anyattn.errors",
@@ -51,11 +52,12 @@ _HOMES = {
     "Selection": "anyattn.attention.selection",
     "SpecError": "anyattn.errors",
     "create_runtime": "anyattn.wiring",
-    "current_platform": "anyattn.wiring",
-    "detect": "anyattn.wiring",
+    "current_platform": "anyattn.discovery",
+    "detect": "anyattn.discovery",
     "hookimpl": "anyattn.plugins.hookspecs",
     "merge_states": "anyattn.attention.merge",
     "select": "anyattn.attention.select",
+    "survey": "anyattn.dry_run",
 }
 
 __all__ = sorted(_HOMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from anyattn.errors import SpecError
 class Settings:
     """What the environment asks for; None where it asks for nothing.
 
-    platform: ANYATTN_PLATFORM, a device kind ("cpu", "cuda") or torch device ("cuda:1").
-    prefill_backend, decode_backend: ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND, else both from
-        ANYATTN_ATTENTION_BACKEND.
+    platform: ANYATTN_PLATFORM, a device kind ("cpu", "cuda"), torch device ("cuda:1") or simulated one ("sim:h100").
+    prefill_backend, decode_backends: ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND (for several, names separated
+        by commas), else both from ANYATTN_ATTENTION_BACKEND.
     page_size: ANYATTN_PAGE_SIZE, tokens.
     plugins: ANYATTN_PLUGINS, names of entry points that may be loaded, separated by commas; empty for none of them.
     strict: ANYATTN_STRICT=1, a plugin that fails to load raises instead of being reported.
@@ -24,7 +25,7 @@ class Settings:
 
     platform: str | None = None
     prefill_backend: str | None = None
-    decode_backend: str | None = None
+    decode_backends: tuple[str, ...] = ()
     page_size: int | None = None
     plugins: frozenset[str] | None = None
     strict: bool = False
@@ -35,15 +36,43 @@ class Settings:
         """Raises SpecError for a value that means nothing."""
         both = environ.get("ANYATTN_ATTENTION_BACKEND") or None
         plugins = environ.get("ANYATTN_PLUGINS")
+        decode_backend = environ.get("ANYATTN_DECODE_BACKEND") or both or ""
         return cls(
             platform=environ.get("ANYATTN_PLATFORM") or None,
             prefill_backend=environ.get("ANYATTN_PREFILL_BACKEND") or both,
-            decode_backend=environ.get("ANYATTN_DECODE_BACKEND") or both,
+            decode_backends=_names(decode_backend),
             page_size=_positive_int(environ, "ANYATTN_PAGE_SIZE"),
-            plugins=None if plugins is None else frozenset(filter(None, map(str.strip, plugins.split(",")))),
+            plugins=None if plugins is None else frozenset(_names(plugins)),
             strict=_flag(environ, "ANYATTN_STRICT"),
             debug=_flag(environ, "ANYATTN_DEBUG"),
         )
+
+
+VARIABLES = (
+    "ANYATTN_PLATFORM",
+    "ANYATTN_ATTENTION_BACKEND",
+    "ANYATTN_PREFILL_BACKEND",
+    "ANYATTN_DECODE_BACKEND",
+    "ANYATTN_PAGE_SIZE",
+    "ANYATTN_PLUGINS",
+    "ANYATTN_STRICT",
+    "ANYATTN_DEBUG",
+)
+
+
+def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
+    """In words, variables that are named like ours and that nothing here reads; a plugin may have its own."""
+    problems = []
+    for name in sorted(environ):
+        if name.startswith("ANYATTN_") and name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1)
+            meant = f"is {near[0]} meant?" if near else f"there are {', '.join(VARIABLES)}"
+            problems.append(f"{name} is set, and anyattn reads no such variable: {meant}")
+    return problems
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def _positive_int(environ: Mapping[str, str], name: str) -> int | None:

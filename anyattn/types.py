@@ -41,6 +41,21 @@ DTYPE_BYTES = {
 FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How big a batch is: what a backend's priority may depend on beside facts and spec.
+
+    num_seqs: sequences in the batch. kv_len: tokens of a sequence on average, the new ones included.
+    """
+
+    num_seqs: int
+    kv_len: int
+
+
+TYPICAL_LOAD = Load(num_seqs=32, kv_len=4096)
+"""Where priorities are compared when one backend has to be named for a whole role."""
+
+
 class GraphLevel(enum.IntEnum):
     """For which batches a device graph captured once may be replayed with other lengths."""
 

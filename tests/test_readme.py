@@ -1,14 +1,15 @@
 """What README.md shows works as printed."""
 
 import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from anyattn import wiring
+from anyattn import discovery
 from anyattn.plugins.manager import PluginManager
-from anyattn.settings import Settings
+from anyattn.settings import VARIABLES, Settings
 from anyattn.testing.__main__ import main as kit
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,14 @@ def test_the_table_of_settings_names_exactly_the_variables_that_are_read():
 
     Settings.from_env(Recorder())
     documented = set(re.findall(r"`(ANYATTN_\w+)`", (ROOT / "docs/contract.md").read_text()))
-    assert documented == asked
+    assert documented == asked == set(VARIABLES)
+
+
+def test_the_support_matrix_is_what_the_declarations_say_and_every_choice_in_it_the_one_made_today():
+    spec = importlib.util.spec_from_file_location("support", ROOT / "docs/support.py")
+    support = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(support)
+    assert (ROOT / "docs/support.md").read_text() == support.main(), "run `make docs` and look at what has changed"
 
 
 def test_the_plugin_of_the_architecture_page_passes_the_kit(tmp_path, monkeypatch, capsys):
@@ -58,5 +66,5 @@ def test_the_plugin_of_the_architecture_page_passes_the_kit(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("mine", "mine", "anyattn.plugins")
     manager = PluginManager(entry_points=[point], strict=True)
-    assert "loop" in {candidate.name for candidate in wiring.candidates(manager).backends}
+    assert "loop" in {candidate.name for candidate in discovery.candidates(manager).backends}
     assert kit(["mine.backend:LoopBackend", "--device", "cpu"]) == 0, capsys.readouterr().out

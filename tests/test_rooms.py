@@ -18,23 +18,26 @@ ALLOWED = {
     "errors": set(),
     "lazy": set(),
     "settings": {"errors"},
+    "platforms.base": SHARED | {"attention.spec", "dry_run"},  # `Platform.backends`, at the call only
     "platforms": SHARED | {"platforms"},
     "mem_cache": SHARED | {"mem_cache"},
     "attention": SHARED | {"attention", "mem_cache", "platforms.base"},
     "plugins.hookspecs": {"types"},
     "plugins": SHARED | {"plugins"},
     "hardware_backend": SHARED | {"attention", "mem_cache", "platforms.base"},
-    "wiring": SHARED | {"attention", "mem_cache", "platforms.base", "plugins", "settings"},
-    "testing": SHARED | {"testing", "attention", "mem_cache", "platforms.base", "wiring"},
+    "discovery": SHARED | {"attention", "mem_cache", "platforms.base", "plugins", "settings"},
+    "wiring": SHARED | {"attention", "discovery", "mem_cache", "platforms.base", "plugins", "settings"},
+    "dry_run": SHARED | {"attention", "discovery", "platforms.base", "settings", "wiring"},
+    "testing": SHARED | {"testing", "attention", "mem_cache", "platforms.base", "discovery"},
     "integrations": None,
     "cli": None,
     "__main__": None,
-    "": {"errors", "types", "attention", "platforms.base", "plugins", "wiring"},
+    "": {"errors", "types", "attention", "platforms.base", "plugins", "discovery", "dry_run", "wiring"},
 }
 """By room: what it may import of anyattn; None for the outermost rooms, which may import every other."""
 
 VENDOR_PACKAGES = {"flashinfer", "flash_attn", "flash_attn_interface", "sgl_kernel", "flash_mla", "vllm", "aiter"} | {
-    "torch_npu", "vllm_xpu_kernels", "mlx", "fa3_fwd_interface", "pynvml"
+    "torch_npu", "torch_musa", "vllm_xpu_kernels", "mlx", "fa3_fwd_interface", "pynvml"
 }  # fmt: skip
 
 
@@ -108,11 +111,11 @@ def test_importing_anyattn_brings_in_no_torch_no_triton_and_no_vendor_package():
 def test_asking_what_would_be_chosen_brings_in_no_torch_and_no_vendor_package():
     heavy = sorted({"torch", "triton"} | (VENDOR_PACKAGES - {"pynvml"}))
     program = (
-        "import sys; from anyattn import wiring, AttentionSpec, select\n"
-        "plugins = wiring.plugin_manager()\n"
+        "import sys; from anyattn import discovery, AttentionSpec, select\n"
+        "plugins = discovery.plugin_manager()\n"
         "spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)\n"
-        "device = [d for d in wiring.detect(plugins).devices if d.kind == 'cpu'][0]\n"
-        "select(spec, device, wiring.candidates(plugins)).explain()\n"
+        "device = [d for d in discovery.detect(plugins).devices if d.kind == 'cpu'][0]\n"
+        "select(spec, device, discovery.candidates(plugins)).explain()\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,12 +18,17 @@ from anyattn.types import (
     GraphLevel,
     IntSet,
     KVLayout,
+    Load,
     Phase,
     Reason,
     Role,
+    Status,
 )
 
-Priority = int | Callable[[Platform, AttentionSpec, Role], int]
+Priority = int | Callable[[Platform, AttentionSpec, Role, Load], int]
+
+ANOTHER_BACKEND = "name another backend"
+"""The remedy where only another backend helps; `judge` puts a name into it, which no single declaration knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,10 @@ class Capabilities:
     group_sizes: query heads a KV head.
     layouts: in order of preference; `preferred_page_size` likewise breaks the tie when nobody asked for a size.
     contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
-    priority: higher is chosen first; a number, or a function of facts, spec and role.
+    priority: higher is chosen first; a number, or a function of facts, spec, role and load. A backend that is best for
+        some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
+    run_on, emulated_on, contract_tested_on: archs or device kinds where it ran on hardware, ran in an emulator, or had
+        its calls held against an emulation of the vendor's interface.
     """
 
     device_kinds: frozenset[str] | None = None
@@ -74,6 +82,9 @@ class Capabilities:
     deterministic: bool = False
     contiguous_q: bool = False
     priority: Priority = 0
+    run_on: frozenset[str] = frozenset()
+    emulated_on: frozenset[str] = frozenset()
+    contract_tested_on: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, kinds in _FIELD_TYPES.items():
@@ -91,9 +102,18 @@ class Capabilities:
         if not (isinstance(self.priority, int) or callable(self.priority)):
             raise ContractError(f"capabilities: priority must be a number or a function, not {self.priority!r}.")
 
-    def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role) -> int:
+    def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> int:
         """The declared priority, evaluated."""
-        return self.priority if isinstance(self.priority, int) else self.priority(platform, spec, role)
+        return self.priority if isinstance(self.priority, int) else self.priority(platform, spec, role, load)
+
+    def status_on(self, platform: Platform) -> Status:
+        """What stands behind this declaration on such a device."""
+        names = {platform.arch, platform.kind}
+        if names & self.run_on:
+            return "run on hardware"
+        if names & self.emulated_on:
+            return "emulated"
+        return "contract-tested" if names & self.contract_tested_on else "declared"
 
     def reject_reasons(
         self,
@@ -119,13 +139,19 @@ class Capabilities:
             *_unknown_field_reasons(spec),
         ]
 
+    def device_reasons(self, platform: Platform) -> list[Reason]:
+        """The reasons that hold on this device whatever the spec."""
+        return list(self._device_reasons(platform))
+
     def _device_reasons(self, platform: Platform) -> Iterable[Reason]:
         if self.device_kinds is not None and platform.kind not in self.device_kinds:
             kinds = _names(self.device_kinds)
-            yield Reason(field="device_kind", wanted=platform.kind, supported=kinds, remedy=f"use a device: {kinds}")
+            yield Reason(
+                field="device_kind", wanted=platform.kind, supported=kinds, remedy=f"use a device of kind {kinds}"
+            )
         elif self.archs is not None and platform.arch not in self.archs:
             archs = _names(self.archs)
-            yield Reason(field="arch", wanted=platform.arch, supported=archs, remedy=f"use a device: {archs}")
+            yield Reason(field="arch", wanted=platform.arch, supported=archs, remedy=f"use a device of arch {archs}")
         if missing := self.features - platform.features:
             needed = _names(self.features)
             yield Reason(
@@ -144,7 +170,7 @@ class Capabilities:
                 field="phase",
                 wanted=_names(missing),
                 supported=_names(self.phases),
-                remedy=f"name another backend for {role}: {role}_backend=...",
+                remedy=ANOTHER_BACKEND,
             )
 
     def _dtype_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
@@ -154,7 +180,6 @@ class Capabilities:
             yield _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
 
     def _head_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
-        another = "name another backend: backend=..."
         if spec.kv_lora_rank is not None and spec.qk_rope_head_dim is not None:
             dims = (spec.kv_lora_rank, spec.qk_rope_head_dim)
             if not self.any_mla_dims and dims not in self.mla_dims:
@@ -163,7 +188,7 @@ class Capabilities:
                     field="kv_lora_rank",
                     wanted=f"MLA with rank {dims[0]} + rope {dims[1]}",
                     supported=supported or "no MLA",
-                    remedy=another,
+                    remedy=ANOTHER_BACKEND,
                 )
         elif not self._serves_heads(spec.head_dim, spec.vo_head_dim):
             pairs = [f"{qk} with values of {vo}" for qk, vo in sorted(self.head_dim_pairs)]
@@ -171,13 +196,13 @@ class Capabilities:
             wanted = str(spec.head_dim)
             if spec.vo_head_dim != spec.head_dim:
                 wanted += f" with values of {spec.vo_head_dim}"
-            yield Reason(field="head_dim", wanted=wanted, supported=supported or "MLA only", remedy=another)
+            yield Reason(field="head_dim", wanted=wanted, supported=supported or "MLA only", remedy=ANOTHER_BACKEND)
         if spec.group_size not in self.group_sizes:
             yield Reason(
                 field="num_qo_heads",
                 wanted=f"{spec.group_size} query heads for each KV head",
                 supported=str(self.group_sizes),
-                remedy=another,
+                remedy=ANOTHER_BACKEND,
             )
 
     def _serves_heads(self, qk: int, vo: int) -> bool:
@@ -187,19 +212,22 @@ class Capabilities:
 
     def _feature_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.causal not in self.causal:
-            yield _replace_reason("causal", spec.causal, sorted(self.causal))
+            yield _model_reason("causal", spec.causal, sorted(self.causal))
         for name, supported in (
             ("sliding_window", self.sliding_window),
             ("logits_soft_cap", self.logits_soft_cap),
             ("sinks", self.sinks),
             ("alibi", self.alibi),
+        ):
+            if getattr(spec, name) != _NEUTRAL[name] and not supported:
+                yield _model_reason(name, getattr(spec, name), [_NEUTRAL[name]])
+        for name, supported in (
             ("tree_mask", self.tree_mask),
             ("return_lse", self.lse),
             ("deterministic", self.deterministic),
         ):
-            neutral = _NEUTRAL[name]
-            if getattr(spec, name) != neutral and not supported:
-                yield _replace_reason(name, getattr(spec, name), [neutral])
+            if getattr(spec, name) != _NEUTRAL[name] and not supported:
+                yield _replace_reason(name, getattr(spec, name), [_NEUTRAL[name]])
 
     def _graph_reasons(self, spec: AttentionSpec, platform: Platform) -> Iterable[Reason]:
         most = min(self.graph, platform.graph)
@@ -222,6 +250,7 @@ class Capabilities:
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("device_kinds", "archs"), (frozenset, type(None))),
     **dict.fromkeys(("features", "dtypes", "kv_dtypes", "head_dim_pairs", "mla_dims", "phases", "causal"), frozenset),
+    **dict.fromkeys(("run_on", "emulated_on", "contract_tested_on"), frozenset),
     **dict.fromkeys(("packages", "layouts"), tuple),
     **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
     "head_dims": (IntSet, type(None)),
@@ -263,6 +292,11 @@ def _unknown_field_reasons(spec: AttentionSpec) -> Iterable[Reason]:
 
 def _names(values: Iterable[str]) -> str:
     return ", ".join(sorted(values))
+
+
+def _model_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:
+    """Of what the model computes, which nobody can set to another value."""
+    return Reason(field=field, wanted=str(wanted), supported=", ".join(map(str, supported)), remedy=ANOTHER_BACKEND)
 
 
 def _replace_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:

@@ -1,15 +1,18 @@
-"""Two backends over one pool: one plans and runs batches of single query tokens, the other all others."""
+"""Several backends over one pool: each step goes to the one that the selection names for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.types import Role
+from anyattn.types import Load, Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from anyattn.attention.backend import AttentionBackend
     from anyattn.attention.batch import Batch
+    from anyattn.attention.selection import Selection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,16 +24,28 @@ class PlannedStep:
 
 
 class HybridBackend:
-    """Composition of a prefill and a decode backend; they may be the same object."""
+    """Composition of a selection's backends.
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
-        self.prefill = prefill
-        self.decode = decode
+    backends: an instance for each name that the selection chose; one may fill several roles.
+    """
+
+    def __init__(self, selection: Selection, backends: Mapping[str, AttentionBackend]) -> None:
+        self._prefill = backends[selection.prefill]
+        self._decode = {name: backends[name] for name in selection.backends("decode")}
+        self._decoder = backends[selection.decode]
+        self._by_load = selection.decode_by_load
 
     def plan(self, batch: Batch) -> PlannedStep:
         """Picks the backend by the batch and has it plan."""
-        backend = self.decode if role_of(batch) == "decode" else self.prefill
+        backend = self._prefill
+        if role_of(batch) == "decode":
+            backend = self._decoder if self._by_load is None else self._decode[self._by_load.pick(load_of(batch))]
         return PlannedStep(backend, backend.plan(batch))
+
+
+def load_of(batch: Batch) -> Load:
+    """How big a batch is; taken from the host's lengths."""
+    return Load(num_seqs=batch.num_seqs, kv_len=int(batch.host.kv_lens.sum()) // max(batch.num_seqs, 1))
 
 
 def role_of(batch: Batch) -> Role:

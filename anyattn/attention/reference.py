@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
+_FLOAT64_DEVICES = ("cpu", "cuda")
+"""torch's device types where float64 is sure to be there (ROCm's is called cuda too); others compute on the CPU."""
+
 _SCORE_ELEMENTS = 1 << 24  # bounds the score matrix to 128 MiB of float64
 
 
@@ -42,6 +45,7 @@ class ReferenceBackend(AttentionBackend):
         graph=GraphLevel.NEVER,
         deterministic=True,
         priority=0,
+        run_on=frozenset({"x86_64", "sm90"}),
     )
 
     def plan(self, batch: Batch) -> Batch:
@@ -59,6 +63,11 @@ class ReferenceBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         batch: Batch = plan
         k_pages, v_pages = kv.nhd()
+        device = q.device if q.device.type in _FLOAT64_DEVICES else torch.device("cpu")
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
         lses = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for i in range(batch.num_seqs):
             rows = slice(int(batch.host.qo_indptr[i]), int(batch.host.qo_indptr[i + 1]))
@@ -66,14 +75,19 @@ class ReferenceBackend(AttentionBackend):
             length = int(batch.host.kv_lens[i])
             out[rows], lses[rows] = reference_attention(
                 self.spec,
-                q[rows],
-                k_pages[pages].flatten(0, 1)[:length].double() * kv.k_scale,
-                v_pages[pages].flatten(0, 1)[:length].double() * kv.v_scale,
-                tree_mask=None if batch.tree_masks is None else batch.tree_masks[i],
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
+                q[rows].to(device),
+                _stored(k_pages[pages].flatten(0, 1)[:length], kv.k_scale, device),
+                _stored(v_pages[pages].flatten(0, 1)[:length], kv.v_scale, device),
+                tree_mask=None if batch.tree_masks is None else moved(batch.tree_masks[i]),
+                sinks=moved(sinks),
+                alibi_slopes=moved(alibi_slopes),
             )
         return lses if self.spec.return_lse else None
+
+
+def _stored(values: torch.Tensor, scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Stored keys or values as they are meant, in float64."""
+    return values.to(device).double() * (scale.to(device) if isinstance(scale, torch.Tensor) else scale)
 
 
 def visible(

@@ -1,62 +1,22 @@
-"""Which backends serve a spec on a device: a pure function of facts and declarations, so it runs on any machine."""
+"""The choice of backends and pages for layers on a device: a pure function of facts, declarations and preference."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass
+from itertools import combinations
 
 from anyattn.attention.capabilities import Capabilities
-from anyattn.attention.selection import BackendCandidate, Candidates, Preference, Selection, Verdict
+from anyattn.attention.judge import judge, judge_allocators, judge_pools
+from anyattn.attention.load_table import LoadTable
+from anyattn.attention.selection import Candidates, Preference, Selection, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import NoBackendError, contained
 from anyattn.platforms.base import Platform
-from anyattn.types import ROLES, KVLayout, Reason, Role
+from anyattn.types import ROLES, KVLayout, Load, Role
 
 _USUAL_PAGE_SIZES = (16, 64, 32, 128, 256, 1, 2, 4, 8, 512, 1024)
-
-
-def judge(
-    spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference
-) -> tuple[Verdict, ...]:
-    """Every backend in every role, valid or not, with all reasons; by role, then priority, then name."""
-    verdicts = [
-        _verdict(spec, platform, candidate, role, preference) for role in ROLES for candidate in candidates.backends
-    ]
-    return tuple(sorted(verdicts, key=lambda v: (ROLES.index(v.role), -v.priority, v.name)))
-
-
-def _verdict(
-    spec: AttentionSpec, platform: Platform, candidate: BackendCandidate, role: Role, preference: Preference
-) -> Verdict:
-    capabilities = candidate.capabilities
-    reasons = [
-        *candidate.missing,
-        *capabilities.reject_reasons(
-            spec, platform, role, page_size=preference.page_size, layout=preference.layout
-        ),
-    ]
-    priority = 0
-    if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
-        try:
-            priority = int(contained(capabilities.priority_for, platform, spec, role))
-        except Exception as error:
-            reasons.append(
-                Reason(
-                    field="priority",
-                    wanted="a number",
-                    supported=f"{type(error).__name__}: {error}",
-                    remedy=f"report it to {candidate.distribution}",
-                )
-            )
-    return Verdict(
-        name=candidate.name,
-        distribution=candidate.distribution,
-        role=role,
-        priority=priority,
-        reasons=tuple(reasons),
-    )
 
 
 def select(
@@ -67,51 +27,13 @@ def select(
 ) -> Selection:
     """The best valid pair of a prefill and a decode backend that agree on page size and layout, with their pool.
 
-    Among valid backends the highest priority wins, then the name that sorts first; the order of the candidates never
-    matters. Decode's priority counts before prefill's, as most steps of most engines are decodes.
+    Among valid backends the highest priority at TYPICAL_LOAD wins, then the name that sorts first; the order of the
+    candidates never matters. Decode's priority counts before prefill's, as most steps of most engines are decodes.
+    Other decode backends that serve the same pages join for those loads where their priority is higher.
 
     Raises NoBackendError, with all reasons, when no pair is valid or what was asked for by name is not.
     """
-    preference = preference or Preference()
-    verdicts = judge(spec, platform, candidates, preference)
-    capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
-    chosen: dict[Role, list[str]] = {}
-    for role in ROLES:
-        valid = [verdict.name for verdict in verdicts if verdict.role == role and not verdict.reasons]
-        wanted = preference.backend(role)
-        if not valid or (wanted is not None and wanted not in valid):
-            raise NoBackendError(_refusal(spec, platform, role, wanted, verdicts, candidates.problems))
-        chosen[role] = valid if wanted is None else [wanted]
-    pools = _valid_pools(spec, platform, candidates, preference)
-    allocators = _valid_allocators(platform, candidates, preference)
-    for decode, prefill in product(chosen["decode"], chosen["prefill"]):
-        if spec.deterministic and decode != prefill:
-            continue  # a row's backend, and so its bits, would depend on whether its batch-mates decode
-        pair = (capabilities[decode], capabilities[prefill])
-        for page_size, layout in _agreements(pair, preference):
-            pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
-            allocator = next((n for n in allocators if page_size in candidates.allocators[n].page_sizes), None)
-            if pool is not None and allocator is not None:
-                return Selection(
-                    spec=spec,
-                    platform=platform,
-                    prefill=prefill,
-                    decode=decode,
-                    page_size=page_size,
-                    layout=layout,
-                    allocator=allocator,
-                    pool=pool,
-                    preference=preference,
-                    problems=candidates.problems,
-                    verdicts=verdicts,
-                )
-    raise NoBackendError(
-        f"No prefill and decode backend for [{spec}] on {platform} agree on page size and layout with a pool and an "
-        f"allocator: prefill {', '.join(chosen['prefill'])}; decode {', '.join(chosen['decode'])}; "
-        f"pools {', '.join(pools)}; allocators {', '.join(allocators)}."
-        f"{' With deterministic, one backend must fill both roles.' if spec.deterministic else ''} "
-        "Give another page_size or backend."
-    )
+    return select_layers([spec], platform, candidates, preference)[spec]
 
 
 def select_layers(
@@ -122,91 +44,180 @@ def select_layers(
 ) -> dict[AttentionSpec, Selection]:
     """A selection for each distinct spec, in order of appearance, all agreeing on the one pool that they share.
 
-    Where their own first choices differ in page size or layout, the one that lets the others keep the higher
-    priorities is taken.
+    Of all pages that serve every spec, those with the highest priorities in sum are taken.
 
     Raises NoBackendError as `select` does.
     """
     preference = preference or Preference()
     specs = list(dict.fromkeys(layer_specs))
-    free = [select(spec, platform, candidates, preference) for spec in specs]
-    if len(free) == 1:
-        return {specs[0]: free[0]}
-    agreements = []
-    for choice in free:
-        pinned = replace(
-            preference,
-            page_size=choice.page_size,
-            layout=choice.layout,
-            allocator=choice.allocator,
-            pool=choice.pool,
+    contests = [_Contest.of(spec, platform, candidates, preference) for spec in specs]
+    storage = [*judge_pools(specs[0], platform, candidates), *judge_allocators(platform, candidates, preference)]
+    pools = _named_or_best("pool", preference.pool, storage, {n: p.priority for n, p in candidates.pools.items()})
+    allocators = _named_or_best(
+        "allocator", preference.allocator, storage, {n: a.priority for n, a in candidates.allocators.items()}
+    )
+    best = None
+    for page_size, layout in _pagings(contests, candidates, preference):
+        pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
+        allocator = next((n for n in allocators if page_size in candidates.allocators[n].page_sizes), None)
+        pairs = [contest.pair(page_size, layout) for contest in contests]
+        if pool is None or allocator is None or not all(pairs):
+            continue
+        found = _Agreement(page_size, layout, pool, allocator, tuple(pair for pair in pairs if pair))
+        if best is None or found.rank() < best.rank():
+            best = found
+    if best is None:
+        raise NoBackendError(_disagreement(contests, pools, allocators))
+    return {
+        contest.spec: Selection(
+            spec=contest.spec,
+            platform=platform,
+            prefill=pair.prefill.name,
+            decode=pair.decode.name,
+            decode_by_load=contest.decode_by_load(pair, best.page_size, best.layout),
+            page_size=best.page_size,
+            layout=best.layout,
+            allocator=best.allocator,
+            pool=best.pool,
+            preference=preference,
+            problems=candidates.problems,
+            verdicts=contest.verdicts,
+            storage=tuple(storage),
         )
-        with contextlib.suppress(NoBackendError):
-            agreements.append([select(spec, platform, candidates, pinned) for spec in specs])
-    if agreements:
-        best = max(agreements, key=lambda selections: sum(map(_total_priority, selections)))
-        return dict(zip(specs, best, strict=True))
-    choices = "; ".join(f"page size {s.page_size}, layout {s.layout} for [{s.spec}]" for s in free)
-    raise NoBackendError(f"The layers' specs agree on no page size and layout: {choices}. Give a page_size.")
+        for contest, pair in zip(contests, best.pairs, strict=True)
+    }
 
 
-def _total_priority(selection: Selection) -> int:
-    return sum(v.priority for v in selection.verdicts if v.name == selection.backend(v.role))
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    decode: Verdict
+    prefill: Verdict
+    preferred_page_sizes: tuple[int, ...]
+    layouts: tuple[KVLayout, ...]
 
 
-def _agreements(
-    pair: tuple[Capabilities, Capabilities], preference: Preference
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """Pages that serve every spec, and who would then serve each."""
+
+    page_size: int
+    layout: KVLayout
+    pool: str
+    allocator: str
+    pairs: tuple[_Pair, ...]
+
+    def rank(self) -> tuple[object, ...]:
+        """Smaller is better: priorities, then names, then what the first spec's backends prefer of the pages."""
+        first = self.pairs[0]
+        sizes = [*first.preferred_page_sizes, *_USUAL_PAGE_SIZES]
+        return (
+            -sum(pair.decode.priority for pair in self.pairs),
+            -sum(pair.prefill.priority for pair in self.pairs),
+            tuple((pair.decode.name, pair.prefill.name) for pair in self.pairs),
+            sizes.index(self.page_size) if self.page_size in sizes else len(sizes),
+            self.page_size,
+            first.layouts.index(self.layout),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Contest:
+    """Who competes for one spec: the verdicts, and in each role the valid ones that may be chosen, best first."""
+
+    spec: AttentionSpec
+    platform: Platform
+    capabilities: Mapping[str, Capabilities]
+    verdicts: tuple[Verdict, ...]
+    valid: Mapping[Role, list[Verdict]]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference) -> _Contest:
+        """Raises NoBackendError when a role has no valid backend, or not every one that was asked for."""
+        verdicts = judge(spec, platform, candidates, preference)
+        valid: dict[Role, list[Verdict]] = {}
+        for role in ROLES:
+            found = [verdict for verdict in verdicts if verdict.role == role and not verdict.reasons]
+            wanted = preference.backends(role)
+            for name in wanted or [None]:
+                if not found or (name is not None and name not in {verdict.name for verdict in found}):
+                    raise NoBackendError(_refusal(spec, platform, role, name, verdicts, candidates.problems))
+            valid[role] = [verdict for verdict in found if not wanted or verdict.name in wanted]
+        return cls(spec, platform, {c.name: c.capabilities for c in candidates.backends}, verdicts, valid)
+
+    def serving(self, role: Role, page_size: int, layout: KVLayout) -> list[Verdict]:
+        """The backends of a role that may be chosen and take such pages, best first."""
+        return [
+            verdict
+            for verdict in self.valid[role]
+            if page_size in self.capabilities[verdict.name].page_sizes
+            and layout in self.capabilities[verdict.name].layouts
+        ]
+
+    def pair(self, page_size: int, layout: KVLayout) -> _Pair | None:
+        """The best two that take such pages."""
+        prefills = self.serving("prefill", page_size, layout)
+        for decode in self.serving("decode", page_size, layout):
+            for prefill in prefills:
+                if self.spec.deterministic and decode.name != prefill.name:
+                    continue  # a row's backend, and so its bits, would depend on whether its batch-mates decode
+                both = [self.capabilities[verdict.name] for verdict in (decode, prefill)]
+                preferred = tuple(c.preferred_page_size for c in both if c.preferred_page_size is not None)
+                return _Pair(decode, prefill, preferred, both[0].layouts)
+        return None
+
+    def decode_by_load(self, pair: _Pair, page_size: int, layout: KVLayout) -> LoadTable | None:
+        """Who decodes which load over such pages; None when it is the same backend for every one."""
+        names = [verdict.name for verdict in self.serving("decode", page_size, layout)]
+        if self.spec.deterministic or len(names) == 1:
+            return None
+
+        def priority(name: str, load: Load) -> int:
+            try:
+                return int(contained(self.capabilities[name].priority_for, self.platform, self.spec, "decode", load))
+            except Exception:
+                return -(1 << 62)  # it answered for the typical load; where it does not, others serve
+
+        table = LoadTable.of(lambda load: min(names, key=lambda name: (-priority(name, load), name)))
+        return table if len(table.backends()) > 1 else None
+
+
+def _pagings(
+    contests: Sequence[_Contest], candidates: Candidates, preference: Preference
 ) -> Iterator[tuple[int, KVLayout]]:
-    """Page sizes and layouts that both serve, best first."""
-    preferred = [c.preferred_page_size for c in pair if c.preferred_page_size is not None]
-    listed = sorted(size for c in pair if c.page_sizes.values is not None for size in c.page_sizes.values)
-    smallest = [c.page_sizes.example() for c in pair]
-    sizes = [*preferred, *_USUAL_PAGE_SIZES, *listed, *smallest]
+    """Page sizes and layouts worth trying: where sets of page sizes meet, they meet in one of these."""
+    serving = [contest.capabilities[v.name] for contest in contests for role in ROLES for v in contest.valid[role]]
+    sets = [*(c.page_sizes for c in serving), *(a.page_sizes for a in candidates.allocators.values())]
+    multiples = {numbers.multiple_of for numbers in sets if numbers.values is None}
+    sizes = {
+        *_USUAL_PAGE_SIZES,
+        *(c.preferred_page_size for c in serving if c.preferred_page_size is not None),
+        *(size for numbers in sets for size in numbers.values or (numbers.example(),)),
+        *(math.lcm(*pair) for pair in combinations(multiples, 2)),
+    }
     if preference.page_size is not None:
-        sizes = [preference.page_size]
-    layouts = [layout for layout in pair[0].layouts if layout in pair[1].layouts]
-    if preference.layout is not None:
-        layouts = [layout for layout in layouts if layout == preference.layout]
-    for size in dict.fromkeys(sizes):
-        if all(size in c.page_sizes for c in pair):
-            for layout in layouts:
+        sizes = {preference.page_size}
+    layouts = dict.fromkeys(layout for c in serving for layout in c.layouts)
+    for size in sorted(sizes):
+        for layout in layouts:
+            if preference.layout in (None, layout):
                 yield size, layout
 
 
-def _valid_pools(
-    spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference
-) -> list[str]:
-    reasons = {
-        name: pool.reject_reasons(platform.kind, mla=spec.is_mla, kv_dtype=spec.storage_dtype)
-        for name, pool in candidates.pools.items()
-    }
-    priorities = {name: pool.priority for name, pool in candidates.pools.items()}
-    return _named_or_best("KV pool", preference.pool, reasons, priorities)
-
-
-def _valid_allocators(platform: Platform, candidates: Candidates, preference: Preference) -> list[str]:
-    reasons = {
-        name: allocator.reject_reasons(platform.kind, preference.page_size)
-        for name, allocator in candidates.allocators.items()
-    }
-    priorities = {name: allocator.priority for name, allocator in candidates.allocators.items()}
-    return _named_or_best("KV allocator", preference.allocator, reasons, priorities)
-
-
 def _named_or_best(
-    what: str, wanted: str | None, reasons: Mapping[str, list[Reason]], priorities: Mapping[str, int]
+    what: str, wanted: str | None, storage: Sequence[StorageVerdict], priorities: Mapping[str, int]
 ) -> list[str]:
     """Valid names, best first; only the wanted one where there is one. Raises NoBackendError when none is left."""
+    reasons = {verdict.name: verdict.reasons for verdict in storage if verdict.what == what}
     valid = sorted((name for name in reasons if not reasons[name]), key=lambda name: (-priorities[name], name))
     if wanted is None and valid:
         return valid
     if wanted in valid:
         return [wanted]
-    asked = f"No {what} is valid here"
+    asked = f"No KV {what} is valid here"
     if wanted is not None:
-        asked = f"There is no {what} named {wanted!r}"
+        asked = f"There is no KV {what} named {wanted!r}"
         if wanted in reasons:
-            asked = f"{what} {wanted!r} was asked for and is not valid here"
+            asked = f"KV {what} {wanted!r} was asked for and is not valid here"
     every = "; ".join(f"{name} ({'; '.join(map(str, reasons[name])) or 'valid'})" for name in sorted(reasons))
     raise NoBackendError(f"{asked}. There are: {every or 'none'}.")
 
@@ -234,3 +245,25 @@ def _refusal(
     lines = [f"  {verdict.name}: {'; '.join(map(str, verdict.reasons))}" for verdict in shown]
     tail = f"Valid here: {', '.join(valid)}." if valid else "`anyattn backends` shows every backend with its reasons."
     return "\n".join([head, *lines, *problems, tail])
+
+
+def _disagreement(contests: Sequence[_Contest], pools: Sequence[str], allocators: Sequence[str]) -> str:
+    lines = []
+    for contest in contests:
+        for role in ROLES:
+            paging = [
+                f"{v.name} (page size {c.page_sizes}; layout {', '.join(c.layouts)})"
+                for v in contest.valid[role]
+                for c in [contest.capabilities[v.name]]
+            ]
+            lines.append(f"  {role} of [{contest.spec}]: {', '.join(paging)}")
+    deterministic = any(contest.spec.deterministic for contest in contests)
+    return "\n".join(
+        [
+            f"No prefill and decode backend on {contests[0].platform} agree on page size and layout with each other, a "
+            f"pool ({', '.join(pools)}) and an allocator ({', '.join(allocators)}).",
+            *lines,
+            *(["With deterministic, one backend must fill both roles."] if deterministic else []),
+            "Give another page_size or backend.",
+        ]
+    )

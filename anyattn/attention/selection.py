@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.load_table import LoadTable
 from anyattn.attention.spec import AttentionSpec
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
 from anyattn.platforms.base import Platform
-from anyattn.types import ROLES, KVLayout, Reason, Role
+from anyattn.types import ROLES, KVLayout, Reason, Role, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,39 +37,67 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """What the user asked for by name or number; None leaves it to selection. Asked for and invalid is an error."""
+    """What the user asked for by name or number; None leaves it to selection. Asked for and invalid is an error.
+
+    decode_backends: one name, or several that `plan` picks from by load; empty leaves it to selection.
+    installed_only: on a simulated device, count only packages that are installed here. On a device that is here
+        nothing else ever counts.
+    """
 
     prefill_backend: str | None = None
-    decode_backend: str | None = None
+    decode_backends: tuple[str, ...] = ()
     allocator: str | None = None
     pool: str | None = None
     page_size: int | None = None
     layout: KVLayout | None = None
+    installed_only: bool = False
 
-    def backend(self, role: Role) -> str | None:
-        """The backend asked for in this role."""
-        return self.prefill_backend if role == "prefill" else self.decode_backend
+    def backends(self, role: Role) -> tuple[str, ...]:
+        """The backends asked for in this role; none where the choice is selection's."""
+        if role == "decode":
+            return self.decode_backends
+        return () if self.prefill_backend is None else (self.prefill_backend,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one candidate in one role. No reasons: it is valid."""
+    """What became of one candidate in one role. No reasons: it is valid.
+
+    priority: at TYPICAL_LOAD. installed: whether its packages are all here.
+    """
 
     name: str
     distribution: str
     role: Role
     priority: int
+    status: Status
+    installed: bool
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageVerdict:
+    """What became of one pool or allocator."""
+
+    what: str
+    """"pool" or "allocator"."""
+    name: str
     reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The choice, and the trace of every candidate that led to it."""
+    """The choice, and the trace of every candidate that led to it.
+
+    decode: the decode backend at TYPICAL_LOAD. decode_by_load: who serves which batch, where several share the role;
+    None where `decode` serves them all.
+    """
 
     spec: AttentionSpec
     platform: Platform
     prefill: str
     decode: str
+    decode_by_load: LoadTable | None = None
     page_size: int
     layout: KVLayout
     allocator: str
@@ -76,25 +105,37 @@ class Selection:
     preference: Preference
     problems: tuple[str, ...]
     verdicts: tuple[Verdict, ...] = field(repr=False)
+    storage: tuple[StorageVerdict, ...] = field(repr=False, default=())
 
-    def backend(self, role: Role) -> str:
-        """The backend chosen for a role."""
-        return self.prefill if role == "prefill" else self.decode
+    def backends(self, role: Role) -> tuple[str, ...]:
+        """The backends chosen for a role, the one for a typical load first."""
+        if role == "prefill":
+            return (self.prefill,)
+        others = () if self.decode_by_load is None else self.decode_by_load.backends()
+        return tuple(dict.fromkeys([self.decode, *others]))
+
+    def summary(self) -> list[str]:
+        """What was chosen and why, a line for each role and one for the pages."""
+        lines = []
+        for role in ROLES:
+            name = self.backends(role)[0]
+            lines.append(f"{role:<9} {name}: {self._why(name, role)}")
+            if role == "decode" and self.decode_by_load is not None:
+                for other in self.backends(role):
+                    regions = "; ".join(self.decode_by_load.regions(other))
+                    lines.append(f"by load   {other} serves {regions}")
+        paging = f"page size {self.page_size}, layout {self.layout}, allocator {self.allocator}, pool {self.pool}"
+        return [*lines, f"paging    {paging}"]
 
     def explain(self) -> str:
         """What was chosen, and why not the others."""
-        lines = [
-            f"spec      {self.spec}",
-            f"device    {self.platform}",
-            *(f"{role:<9} {self.backend(role)}: {self._why(role)}" for role in ROLES),
-            f"paging    page size {self.page_size}, layout {self.layout}, "
-            f"allocator {self.allocator}, pool {self.pool}",
-        ]
+        lines = [f"spec      {self.spec}", f"device    {self.platform}", *self.summary()]
         others = [
             (name, text)
             for name in sorted({verdict.name for verdict in self.verdicts})
             if (text := self._why_not(name)) is not None
         ]
+        others += [(f"{v.what} {v.name}", "; ".join(map(str, v.reasons))) for v in self.storage if v.reasons]
         if others:
             lines.append("not chosen")
             lines += [f"  {name}: {text}" for name, text in others]
@@ -102,29 +143,32 @@ class Selection:
             lines += ["problems", *(f"  {problem}" for problem in self.problems)]
         return "\n".join(lines)
 
-    def _verdicts(self, name: str) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts if verdict.name == name]
+    def _verdict(self, name: str, role: Role) -> Verdict:
+        return next(verdict for verdict in self.verdicts if (verdict.name, verdict.role) == (name, role))
 
-    def _why(self, role: Role) -> str:
-        chosen = next(v for v in self._verdicts(self.backend(role)) if v.role == role)
-        origin = f"from {chosen.distribution}"
-        if self.preference.backend(role) is not None:
+    def _why(self, name: str, role: Role) -> str:
+        chosen = self._verdict(name, role)
+        origin = f"from {chosen.distribution}, {chosen.status}"
+        if self.preference.backends(role):
             return f"asked for by name, {origin}"
         valid = sum(not v.reasons for v in self.verdicts if v.role == role)
         return f"priority {chosen.priority}, {origin}, {valid} valid"
 
     def _why_not(self, name: str) -> str | None:
         """None when the backend fills a role."""
-        if name in (self.prefill, self.decode):
+        if any(name in self.backends(role) for role in ROLES):
             return None
         texts = []
-        for verdict in self._verdicts(name):
-            chosen = self.backend(verdict.role)
+        for verdict in (self._verdict(name, role) for role in ROLES):
+            chosen = self.backends(verdict.role)[0]
+            asked = self.preference.backends(verdict.role)
             if verdict.reasons:
                 texts.append("; ".join(map(str, verdict.reasons)))
-            elif self.preference.backend(verdict.role) is not None:
-                texts.append(f"valid, but {chosen} was asked for")
-            elif verdict.priority > next(v for v in self._verdicts(chosen) if v.role == verdict.role).priority:
+            elif name in asked:
+                texts.append(f"valid and asked for, but {chosen} has the higher priority for every batch")
+            elif asked:
+                texts.append(f"valid, but {' and '.join(asked)} was asked for")
+            elif verdict.priority > self._verdict(chosen, verdict.role).priority:
                 texts.append(
                     f"valid, with priority {verdict.priority}, but page size and layout find no agreement with it"
                 )
@@ -133,33 +177,56 @@ class Selection:
         same = len(set(texts)) == 1
         return texts[0] if same else " | ".join(f"{role}: {text}" for role, text in zip(ROLES, texts, strict=True))
 
+    def choice_json(self) -> dict[str, Any]:
+        """What was chosen, as JSON values."""
+        choice: dict[str, Any] = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "page_size": self.page_size,
+            "layout": self.layout,
+            "allocator": self.allocator,
+            "pool": self.pool,
+        }
+        if self.decode_by_load is not None:
+            choice["decode_by_load"] = {
+                name: list(self.decode_by_load.regions(name)) for name in self.backends("decode")
+            }
+        return choice
+
     def to_json(self) -> dict[str, Any]:
         """The choice and the trace as JSON values."""
         return {
             "spec": self.spec.to_json(),
             "device": self.platform.to_json(),
-            "choice": {
-                "prefill": self.prefill,
-                "decode": self.decode,
-                "page_size": self.page_size,
-                "layout": self.layout,
-                "allocator": self.allocator,
-                "pool": self.pool,
-            },
-            "backends": [verdict_json(verdict) for verdict in self.verdicts],
+            "choice": self.choice_json(),
+            "backends": backends_json(self.verdicts),
         }
 
 
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """One verdict as JSON values."""
-    return {
-        "name": verdict.name,
-        "distribution": verdict.distribution,
-        "role": verdict.role,
-        "priority": verdict.priority,
-        "valid": not verdict.reasons,
-        "reasons": [
-            {"field": r.field, "wanted": r.wanted, "supported": r.supported, "remedy": r.remedy}
+def backends_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One object a backend, in order of appearance: what it is, and its verdict in each role.
+
+    A backend is valid when it is in at least one role; each reason says which role it is against.
+    """
+    backends: dict[str, dict[str, Any]] = {}
+    for verdict in verdicts:
+        backend = backends.setdefault(
+            verdict.name,
+            {
+                "name": verdict.name,
+                "distribution": verdict.distribution,
+                "valid": False,
+                "installed": verdict.installed,
+                "status": verdict.status,
+                "priority": {},
+                "reasons": [],
+            },
+        )
+        if not verdict.reasons:
+            backend["valid"] = True
+            backend["priority"][verdict.role] = verdict.priority
+        backend["reasons"] += [
+            {"role": verdict.role, "field": r.field, "wanted": r.wanted, "supported": r.supported, "remedy": r.remedy}
             for r in verdict.reasons
-        ],
-    }
+        ]
+    return list(backends.values())

@@ -85,6 +85,7 @@ class TorchNativeBackend(AttentionBackend):
         graph=GraphLevel.NEVER,
         deterministic=True,
         priority=10,
+        run_on=frozenset({"x86_64", "sm90"}),
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `anyattn doctor`, `anyattn backends`, `anyattn generate`. Exit code 0 only when the answer is yes.
+"""The command line: `anyattn doctor`, `backends`, `plugins`, `generate`. Exit code 0 only when the answer is yes.
 
 One file a command. Nothing here imports torch before a model has to be loaded.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from anyattn.cli import backends, doctor, generate
+from anyattn.cli import backends, doctor, generate, plugins
 from anyattn.cli.output import installed_version, show_error
 from anyattn.errors import AnyattnError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(backends.backends)
 app.command()(generate.generate)
+app.command()(plugins.plugins)
 
 
 def _version(wanted: bool) -> None:

@@ -1,83 +1,107 @@
-"""`anyattn backends`: every backend for a spec on a device, valid or not, with all reasons, and the choice."""
+"""`anyattn backends`: every backend for a model on a device, valid or not, with all reasons, and the choice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from anyattn.attention.selection import Selection, Verdict, verdict_json
+from anyattn.attention.selection import Selection, Verdict, backends_json
 from anyattn.attention.spec import AttentionSpec
 from anyattn.cli.output import section, show, show_json
-from anyattn.cli.survey import Survey, survey
+from anyattn.dry_run import Survey, survey
+from anyattn.plugins.isolation import stdout_on_stderr
 from anyattn.types import KV_LAYOUTS, ROLES, GraphLevel, KVLayout, Reason, Role
 
 
 def backends(
-    num_qo_heads: Annotated[int | None, typer.Option(help="Query heads. [default: 32; with --mla 128]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset (llama-3-8b, deepseek-v3, ...), a config.json or its folder.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree; with --model.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="auto, a kind (cpu, cuda), a torch device (cuda:1) or a simulated one (sim:h100).")
+    ] = "auto",
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a page. [default: negotiated]")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; auto is the model's.")] = "auto",
+    installed_only: Annotated[
+        bool, typer.Option("--installed-only", help="On a simulated device, count only packages that are here.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    backend: Annotated[str | None, typer.Option(help="Choose this one. [default: the best valid ones]")] = None,
+    layout: Annotated[str | None, typer.Option(help="Of a page, NHD or HND. [default: negotiated]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of queries, keys, values. [default: the model's]")] = None,
+    graph: Annotated[str, typer.Option(help="Replayable batches: never, decode, uniform or always.")] = "never",
+    tree_mask: Annotated[bool, typer.Option("--tree-mask", help="Verification of token trees.")] = False,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="Log-sum-exp beside the output.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Rows do not depend on the batch.")] = False,
+    num_qo_heads: Annotated[int | None, typer.Option(help="Without --model: query heads. [default: 32]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Key and value heads. [default: 8]")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements of a head. [default: 128]")] = None,
-    mla: Annotated[bool, typer.Option("--mla", help="Latent attention with DeepSeek-V3's dimensions.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of queries, keys, values and outputs.")] = "bfloat16",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; auto is the dtype above.")] = "auto",
-    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a page. [default: negotiated]")] = None,
-    layout: Annotated[str | None, typer.Option(help="Of a page, NHD or HND. [default: negotiated]")] = None,
     sliding_window: Annotated[int | None, typer.Option(help="Tokens seen, the token itself counted.")] = None,
     logits_soft_cap: Annotated[float | None, typer.Option(help="c of c * tanh(score / c).")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="One logit a head joins the softmax.")] = False,
     alibi: Annotated[bool, typer.Option("--alibi", help="Scores with ALiBi slopes.")] = False,
-    tree_mask: Annotated[bool, typer.Option("--tree-mask", help="Verification of token trees.")] = False,
-    return_lse: Annotated[bool, typer.Option("--return-lse", help="Log-sum-exp beside the output.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Rows do not depend on the batch.")] = False,
-    graph: Annotated[str, typer.Option(help="Replayable batches: never, decode, uniform or always.")] = "never",
-    backend: Annotated[str | None, typer.Option(help="Choose this one. [default: the best valid ones]")] = None,
-    device: Annotated[str, typer.Option(help="auto, a kind (cpu, cuda) or a torch device (cuda:1).")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Show every backend, valid or not, with all reasons.
 
-    Ends with the choice for each role; the exit code is 0 when there is one. The model's layers are described by
-    their dimensions and features, in the words of anyattn.AttentionSpec.
+    Ends with the choice for each role; the exit code is 0 when there is one. The model is a preset or a config.json,
+    or its layers are described by their dimensions and features, in the words of anyattn.AttentionSpec.
     """
-    features: dict[str, Any] = {
-        "dtype": dtype,
-        "kv_dtype": kv_dtype,
+    described = {
+        "num_qo_heads": num_qo_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
         "sliding_window": sliding_window,
         "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "alibi": alibi,
+        "sinks": sinks or None,
+        "alibi": alibi or None,
+    }
+    given = {name: value for name, value in described.items() if value is not None}
+    if model is not None:
+        if given:
+            named = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise typer.BadParameter(f"the model says what its layers are: leave out {named}.", param_hint="--model")
+        layers = _layers(model, tp, dtype, kv_dtype)
+    else:
+        if tp != 1:
+            message = "it divides a model's heads: give --model, or heads after division."
+            raise typer.BadParameter(message, param_hint="--tp")
+        fields: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, **given}
+        layers = (AttentionSpec(**fields, dtype=dtype or "bfloat16", kv_dtype=kv_dtype),)
+    asked = {
         "tree_mask": tree_mask,
         "return_lse": return_lse,
         "deterministic": deterministic,
         "graph": _graph_level(graph),
     }
-    if mla:
-        if num_kv_heads is not None or head_dim is not None:
-            raise typer.BadParameter("it sets --num-kv-heads and --head-dim itself.", param_hint="--mla")
-        spec = _deepseek_v3(128 if num_qo_heads is None else num_qo_heads, features)
-    else:
-        spec = AttentionSpec(
-            num_qo_heads=32 if num_qo_heads is None else num_qo_heads,
-            num_kv_heads=8 if num_kv_heads is None else num_kv_heads,
-            head_dim=128 if head_dim is None else head_dim,
-            **features,
+    with stdout_on_stderr():  # a plugin may print when it is imported
+        found = survey(
+            [spec.replace(**asked) for spec in layers],
+            device=None if device == "auto" else device,
+            backend=backend,
+            page_size=page_size,
+            layout=_layout(layout),
+            installed_only=installed_only,
         )
-    found = survey(
-        spec,
-        device=None if device == "auto" else device,
-        backend=backend,
-        page_size=page_size,
-        layout=_layout(layout),
-    )
     if as_json:
-        show_json(_document(found))
+        show_json(_document(found, model, tp))
     else:
-        _report(found)
+        _report(found, model, tp)
     if found.error is not None:
         raise found.error
+
+
+def _layers(model: str, tp: int, dtype: str | None, kv_dtype: str) -> tuple[AttentionSpec, ...]:
+    """A preset's layers, or a config's where there is such a file."""
+    if Path(model).exists() or "/" in model or model.endswith(".json"):
+        return AttentionSpec.from_hf_config(model, tp, dtype=dtype, kv_dtype=kv_dtype)
+    return AttentionSpec.from_preset(model, tp, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def _graph_level(name: str) -> GraphLevel:
@@ -95,49 +119,93 @@ def _layout(name: str | None) -> KVLayout | None:
     return found
 
 
-def _deepseek_v3(num_qo_heads: int, features: dict[str, Any]) -> AttentionSpec:
-    """Dimensions from the config.json of deepseek-ai/DeepSeek-V3; YaRN's part of the scale does not touch selection."""
-    return AttentionSpec.mla(
-        num_qo_heads=num_qo_heads,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        sm_scale=(128 + 64) ** -0.5,
-        **features,
-    )
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Layers of one spec."""
+
+    spec: AttentionSpec
+    layers: list[int]
+
+    @property
+    def title(self) -> str:
+        """The layers by number, stretches joined: "0-4, 6-10"."""
+        firsts = [number for number in self.layers if number - 1 not in self.layers]
+        lasts = [number for number in self.layers if number + 1 not in self.layers]
+        return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
-def _document(found: Survey) -> dict[str, Any]:
-    selection = found.selection
+def _kinds(found: Survey) -> list[_Kind]:
+    return [
+        _Kind(spec, [number for number, layer in enumerate(found.layers) if layer == spec])
+        for spec in dict.fromkeys(found.layers)
+    ]
+
+
+def _document(found: Survey, model: str | None, tp: int) -> dict[str, Any]:
+    """choice: of the layers of kind 0; `choices` has every kind's, which differ in their backends at most."""
+    kinds = _kinds(found)
+    choices = [selection.choice_json() for selection in found.selections.values()]
     return {
         "device": None if found.device is None else found.device.to_json(),
-        "spec": found.spec.to_json(),
-        "choice": None if selection is None else selection.to_json()["choice"],
+        "model": {
+            "name": model,
+            "tp": tp,
+            "num_layers": len(found.layers),
+            "layer_kinds": [{"layers": kind.layers, "spec": kind.spec.to_json()} for kind in kinds],
+        },
+        "choice": choices[0] if choices else None,
+        "choices": choices,
         "error": None if found.error is None else str(found.error),
-        "backends": [verdict_json(verdict) for verdict in found.verdicts],
+        "backends": _backends([backends_json(found.verdicts.get(kind.spec, ())) for kind in kinds]),
         "problems": [*found.detection.problems, *found.plugin_problems],
     }
 
 
-def _report(found: Survey) -> None:
-    if found.verdicts:
-        table = Table(box=None, pad_edge=False, padding=(0, 2))
-        for title in ("role", "backend", "from"):
-            table.add_column(title, overflow="fold")
-        table.add_column("priority", justify="right")
-        table.add_column("verdict")
-        for verdict in found.verdicts:
-            mark = _mark(verdict, found.selection)
-            table.add_row(verdict.role, verdict.name, verdict.distribution, str(verdict.priority), mark)
-        show(table)
-        show()
-    if refusals := _refusals(found.verdicts):
-        section("refused", refusals)
+def _backends(kinds: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One object a backend for all kinds of layers: valid when it is for each, every reason with the kind's number."""
+    merged: dict[str, dict[str, Any]] = {}
+    for number, backends in enumerate(kinds):
+        for backend in backends:
+            reasons = [{"layer_kind": number, **reason} for reason in backend["reasons"]]
+            whole = merged.setdefault(backend["name"], {**backend, "reasons": []})
+            whole["valid"] = whole["valid"] and backend["valid"]
+            whole["reasons"] += reasons
+    return list(merged.values())
+
+
+def _report(found: Survey, model: str | None, tp: int) -> None:
+    if found.device is not None:
+        show(f"device    {found.device}{', simulated' if found.device.simulated else ''}")
+    if model is not None:
+        layers = "1 layer" if len(found.layers) == 1 else f"{len(found.layers)} layers"
+        show(f"model     {model}, {layers}, tensor parallel {tp}")
+    show()
+    kinds = _kinds(found)
+    for kind in kinds:
+        if verdicts := found.verdicts.get(kind.spec):
+            selection = found.selections.get(kind.spec)
+            which = "" if len(kinds) == 1 else f"layers {kind.title}: "
+            show(Text(f"{which}{kind.spec}", style="bold"))
+            show(_table(verdicts, selection))
+            show()
+            if refusals := _refusals(verdicts):
+                section("refused", refusals)
+            if selection is not None:
+                section("choice", (tuple(line.split(None, 1)) for line in selection.summary()))  # type: ignore[misc]
     if problems := [*found.detection.problems, *found.plugin_problems]:
         section("problems", (("-", problem) for problem in problems))
-    if found.selection is not None:
-        show(found.selection.explain())
+
+
+def _table(verdicts: Sequence[Verdict], selection: Selection | None) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for title in ("backend", "from", "status", "installed", *ROLES):
+        table.add_column(title, overflow="fold")
+    for name in dict.fromkeys(verdict.name for verdict in verdicts):
+        by_role = {verdict.role: verdict for verdict in verdicts if verdict.name == name}
+        first = next(iter(by_role.values()))
+        marks = [_mark(by_role[role], selection) for role in ROLES]
+        table.add_row(name, first.distribution, first.status, "yes" if first.installed else "no", *marks)
+    return table
 
 
 def _refusals(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
@@ -155,6 +223,6 @@ def _refusals(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
 def _mark(verdict: Verdict, selection: Selection | None) -> Text:
     if verdict.reasons:
         return Text("refused", style="red")
-    if selection is not None and selection.backend(verdict.role) == verdict.name:
-        return Text("chosen", style="bold green")
-    return Text("valid", style="green")
+    if selection is not None and verdict.name in selection.backends(verdict.role):
+        return Text(f"chosen ({verdict.priority})", style="bold green")
+    return Text(f"valid ({verdict.priority})", style="green")

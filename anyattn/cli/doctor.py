@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform as python_platform
 from typing import Annotated, Any
@@ -11,8 +12,12 @@ from packaging.requirements import Requirement
 
 from anyattn.attention.spec import AttentionSpec
 from anyattn.cli.output import gibibytes, installed_version, section, show, show_json
-from anyattn.cli.survey import Survey, survey
+from anyattn.dry_run import Survey, survey
+from anyattn.discovery import detect
+from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
+from anyattn.plugins.isolation import stdout_on_stderr
+from anyattn.settings import misspelled_variables
 
 USUAL_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
 """Llama 3 8B's layers: what a machine that runs language models at all can be expected to serve."""
@@ -28,7 +33,13 @@ def doctor(
     The exit code is 0 when it can: a device is usable and a backend serves the layers of a usual model on it.
     Otherwise the commands that would help are printed. Nothing is imported to find out what is installed.
     """
-    found = survey(USUAL_SPEC)
+    with stdout_on_stderr():  # a plugin may print when it is imported
+        found = survey(USUAL_SPEC)
+    if found.device is not None and found.device.simulated:
+        error = NoDeviceError(f"{found.device} is simulated: unset ANYATTN_PLATFORM to hear about this machine.")
+        found = dataclasses.replace(
+            found, detection=detect(), device=None, verdicts={}, selections={}, error=error
+        )
     if as_json:
         show_json(_document(found))
     else:
@@ -43,11 +54,11 @@ def _document(found: Survey) -> dict[str, Any]:
         "ok": selection is not None,
         "error": None if found.error is None else str(found.error),
         "device": None if found.device is None else found.device.to_json(),
-        "spec": found.spec.to_json(),
-        "choice": None if selection is None else selection.to_json()["choice"],
+        "spec": USUAL_SPEC.to_json(),
+        "choice": None if selection is None else selection.choice_json(),
         "remedies": _remedies(found),
         "devices": [device.to_json() for device in found.detection.devices],
-        "problems": list(found.detection.problems),
+        "problems": _problems(found),
         "plugin_problems": list(found.plugin_problems),
         "versions": _versions(found),
         "settings": _settings(),
@@ -59,7 +70,7 @@ def _report(found: Survey) -> None:
         section(device.torch_device, _facts(device))
     section("versions", ((name, version or "not installed") for name, version in _versions(found).items()))
     section("settings", _settings().items() or [("none", "no ANYATTN_ variable is set")])
-    for title, problems in (("problems", found.detection.problems), ("plugin problems", found.plugin_problems)):
+    for title, problems in (("problems", _problems(found)), ("plugin problems", found.plugin_problems)):
         if problems:
             section(title, (("-", problem) for problem in problems))
     if remedies := _remedies(found):
@@ -68,6 +79,10 @@ def _report(found: Survey) -> None:
         show(found.selection.explain())
     elif found.device is not None:
         show(f"device    {found.device}")
+
+
+def _problems(found: Survey) -> list[str]:
+    return [*found.detection.problems, *misspelled_variables(os.environ)]
 
 
 def _facts(device: Platform) -> list[tuple[str, str]]:
@@ -88,6 +103,7 @@ def _facts(device: Platform) -> list[tuple[str, str]]:
         "collective": device.collective,
         "graph": device.graph.name.lower(),
         "triton": "can compile for it" if device.triton else "cannot compile for it",
+        "probe": device.status,
         "usable": "no: " + "; ".join(device.problems) if device.problems else "yes",
     }
     return [(name, str(value)) for name, value in facts.items() if value]
@@ -107,10 +123,19 @@ def _settings() -> dict[str, str]:
 
 def _remedies(found: Survey) -> list[str]:
     """What would make the unusable devices usable, and what would add backends on the one that is used."""
-    unusable = [f"{device.torch_device}: {text}" for device in found.detection.devices for text in device.problems]
+    kinds = None  # of devices to speak of: who has an accelerator in use need not give it up for another
+    if found.device is not None and found.device.kind != "cpu":
+        kinds = {found.device.kind}
+    unusable = [
+        f"{device.torch_device}: {text}"
+        for device in found.detection.devices
+        if kinds is None or device.kind in kinds
+        for text in device.problems
+    ]
     lacking = [
         f"{reason.remedy} adds {verdict.name} ({reason.wanted}: {reason.supported})"
-        for verdict in found.verdicts
+        for verdicts in found.verdicts.values()
+        for verdict in verdicts
         if all(reason.field == "package" for reason in verdict.reasons)
         for reason in verdict.reasons
     ]

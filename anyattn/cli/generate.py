@@ -13,12 +13,13 @@ import typer
 from rich.text import Text
 
 from anyattn.cli.output import error_console, gibibytes, show, show_json
+from anyattn.discovery import detect, find_device, plugin_manager, require_real
 from anyattn.errors import AnyattnError, NoBackendError
 from anyattn.platforms.base import Platform
+from anyattn.plugins.isolation import stdout_on_stderr
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.requirements import missing_packages
 from anyattn.settings import Settings
-from anyattn.wiring import choose_device, detect, plugin_manager
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -52,9 +53,13 @@ def generate(
     if any("\ud800" <= character <= "\udfff" for text in prompt for character in text):
         raise typer.BadParameter("the prompt is not valid UTF-8.", param_hint="--prompt")
     settings = Settings.from_env()
-    plugins = plugin_manager(settings)
-    platform = _usable_device(plugins, settings.platform if device == "auto" else device)
-    _check_names(plugins, backend or settings.prefill_backend, backend or settings.decode_backend)
+    with stdout_on_stderr():  # a plugin may print when it is imported
+        plugins = plugin_manager(settings)
+        platform = _usable_device(plugins, settings.platform if device == "auto" else device)
+        if backend is None:
+            _check_names(plugins, settings.prefill_backend, *settings.decode_backends)
+        else:
+            _check_names(plugins, backend)
     if not as_json:
         show(f"machine   {platform}{_size(platform)}")
     with _progress() as progress:
@@ -109,7 +114,7 @@ def _usable_device(plugins: PluginManager, wanted: str | None) -> Platform:
     if missing:
         lacking = ", ".join(f"{reason.wanted} ({reason.supported})" for reason in missing)
         raise AnyattnError(f"generate needs {lacking}: {missing[0].remedy}")
-    return choose_device(detection, wanted)
+    return require_real(find_device(plugins, wanted, detection))
 
 
 def _check_names(plugins: PluginManager, *wanted: str | None) -> None:

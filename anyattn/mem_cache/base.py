@@ -37,10 +37,14 @@ class AllocatorCapabilities:
                     field="page_size",
                     wanted=str(page_size),
                     supported=str(self.page_sizes),
-                    remedy=f"use page_size={self.page_sizes.example()}",
+                    remedy=f"set page_size={self.page_sizes.example()}",
                 )
             )
         return reasons
+
+
+ANOTHER_POOL = "name another pool"
+"""The remedy where only another pool helps; selection, which knows them, puts a name into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,7 @@ class PoolCapabilities:
         reasons = _device_reasons(self.device_kinds, device_kind)
         if mla != self.mla:
             kinds = {True: "MLA latents", False: "keys and values of heads"}
-            reasons.append(
-                Reason(field="mla", wanted=kinds[mla], supported=kinds[self.mla], remedy="use a pool of that kind")
-            )
+            reasons.append(Reason(field="mla", wanted=kinds[mla], supported=kinds[self.mla], remedy=ANOTHER_POOL))
         if kv_dtype not in self.kv_dtypes:
             supported = sorted(self.kv_dtypes)
             reasons.append(
@@ -73,7 +75,7 @@ class PoolCapabilities:
                     field="kv_dtype",
                     wanted=kv_dtype,
                     supported=", ".join(supported),
-                    remedy=f"use kv_dtype={supported[0]!r}",
+                    remedy=f"set kv_dtype={supported[0]!r}",
                 )
             )
         return reasons
@@ -91,9 +93,7 @@ def _device_reasons(supported: frozenset[str] | None, device_kind: str) -> list[
     if supported is None or device_kind in supported:
         return []
     names = ", ".join(sorted(supported))
-    return [
-        Reason(field="device_kind", wanted=device_kind, supported=names, remedy=f"use a device of kind {names}")
-    ]
+    return [Reason(field="device_kind", wanted=device_kind, supported=names, remedy=f"use a device of kind {names}")]
 
 
 class KVAllocator(ABC):

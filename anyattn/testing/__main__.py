@@ -15,11 +15,11 @@ from rich.table import Table
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.discovery import choose_device, detect
 from anyattn.errors import AnyattnError, ContractError
 from anyattn.platforms.base import Platform
 from anyattn.testing.cases import Case, cases_for
 from anyattn.testing.numerics import Result, check_case
-from anyattn.wiring import choose_device, detect
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

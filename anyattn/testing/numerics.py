@@ -62,7 +62,7 @@ def build_runtime(backend: type[AttentionBackend], case: Case, platform: Platfor
     phases = backend.capabilities.phases
     preference = Preference(
         prefill_backend="tested" if phases & {"prefill", "mixed", "verify"} else "reference",
-        decode_backend="tested" if "decode" in phases else "reference",
+        decode_backends=("tested" if "decode" in phases else "reference",),
         page_size=case.page_size,
         layout=case.layout,
     )
@@ -78,7 +78,7 @@ def build_runtime(backend: type[AttentionBackend], case: Case, platform: Platfor
     return AttentionRuntime(
         [case.spec],
         {case.spec: choice},
-        {case.spec: HybridBackend(instances[choice.prefill], instances[choice.decode])},
+        {case.spec: HybridBackend(choice, instances)},
         pool,
         table,
     )

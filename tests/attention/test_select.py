@@ -42,7 +42,7 @@ def test_the_highest_priority_wins_and_ties_go_by_name():
 
 
 def test_priority_may_follow_from_facts_spec_and_role():
-    def priority(platform, spec, role):
+    def priority(platform, spec, role, load):
         return 100 if (platform.kind, spec.head_dim, role) == ("cpu", 64, "decode") else 0
 
     found = select(SPEC, CPU, candidates(backend("a", priority=priority), backend("b", priority=50)))
@@ -110,8 +110,8 @@ def test_nothing_valid_is_an_error_that_holds_every_candidates_reasons():
 @pytest.mark.parametrize(
     ("preference", "message"),
     [
-        (Preference(prefill_backend="a", decode_backend="a"), r"'a' was asked for and cannot serve prefill(.|\n)*b\."),
-        (Preference(decode_backend="a"), r"'a' was asked for and cannot serve decode(.|\n)*Valid here: b"),
+        (Preference(prefill_backend="a"), r"'a' was asked for and cannot serve prefill(.|\n)*b\."),
+        (Preference(decode_backends=("a",)), r"'a' was asked for and cannot serve decode(.|\n)*Valid here: b"),
         (Preference(prefill_backend="zzz"), r"no attention backend named 'zzz': there are a, b"),
         (Preference(page_size=3), r"No attention backend can serve(.|\n)*page_size: wanted 3, supported 16, 64"),
         (Preference(layout="HND"), r"layout: wanted HND, supported NHD"),
@@ -128,7 +128,7 @@ def test_what_is_asked_for_and_invalid_fails_at_once_and_says_what_would_be_vali
 
 def test_what_is_asked_for_and_valid_is_taken_whatever_its_priority():
     some = candidates(backend("a", priority=100), backend("b"))
-    found = select(SPEC, CPU, some, Preference(prefill_backend="b", decode_backend="b", page_size=5, layout="HND"))
+    found = select(SPEC, CPU, some, Preference(prefill_backend="b", decode_backends=("b",), page_size=5, layout="HND"))
     assert (found.prefill, found.decode, found.page_size, found.layout) == ("b", "b", 5, "HND")
     assert "a: valid, but b was asked for" in found.explain()
 
@@ -137,7 +137,7 @@ def test_explain_says_what_was_chosen_from_where_and_why_not_the_others():
     half = backend("c", dtypes=frozenset({"float16"}))
     found = select(SPEC, CPU, candidates(backend("a", priority=2), backend("b"), half))
     text = found.explain()
-    assert "prefill   a: priority 2, from a-dist, 2 valid" in text
+    assert "prefill   a: priority 2, from a-dist, declared, 2 valid" in text
     assert "b: valid, with priority 0" in text
     assert "c: dtype: wanted bfloat16" in text
 
@@ -153,7 +153,7 @@ def test_explain_says_that_a_better_candidate_found_no_agreement():
 
 
 def test_a_priority_that_raises_refuses_its_own_backend_only():
-    def broken(platform, spec, role):
+    def broken(platform, spec, role, load):
         raise ZeroDivisionError("no priority")
 
     found = select(SPEC, CPU, candidates(backend("a", priority=broken), backend("b")))
@@ -165,7 +165,7 @@ def test_problems_are_told_with_the_choice_and_with_a_refusal():
     some = dataclasses.replace(candidates(backend("a")), problems=("plugin zoo cannot be imported",))
     assert "plugin zoo cannot be imported" in select(SPEC, CPU, some).explain()
     with pytest.raises(NoBackendError, match="plugin zoo cannot be imported"):
-        select(SPEC, CPU, some, Preference(decode_backend="zoo"))
+        select(SPEC, CPU, some, Preference(decode_backends=("zoo",)))
 
 
 def test_the_choice_and_its_trace_go_to_json():
@@ -174,7 +174,7 @@ def test_the_choice_and_its_trace_go_to_json():
     found = select(SPEC, CPU, candidates(backend("a"), backend("c", dtypes=frozenset({"float16"}))))
     data = json.loads(json.dumps(found.to_json()))
     assert data["choice"]["decode"] == "a"
-    refused = next(verdict for verdict in data["backends"] if verdict["name"] == "c")
+    refused = next(backend for backend in data["backends"] if backend["name"] == "c")
     assert refused["valid"] is False
     assert refused["reasons"][0]["field"] == "dtype"
 

@@ -6,34 +6,43 @@ import json
 
 import pytest
 
-KEYS = {"device", "spec", "choice", "error", "backends", "problems"}
-VERDICT_KEYS = {"name", "distribution", "role", "priority", "valid", "reasons"}
-REASON_KEYS = {"field", "wanted", "supported", "remedy"}
+from anyattn.types import STATUSES
+
+KEYS = {"device", "model", "choice", "choices", "error", "backends", "problems"}
+BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "priority", "reasons"}
+REASON_KEYS = {"layer_kind", "role", "field", "wanted", "supported", "remedy"}
 
 
 def document(ended) -> dict:
     parsed = json.loads(ended.out)
     assert parsed.keys() == KEYS
-    for verdict in parsed["backends"]:
-        assert verdict.keys() == VERDICT_KEYS
-        assert all(reason.keys() == REASON_KEYS for reason in verdict["reasons"])
-        assert verdict["valid"] == (not verdict["reasons"])
+    for backend in parsed["backends"]:
+        assert backend.keys() == BACKEND_KEYS
+        assert backend["status"] in STATUSES
+        assert all(reason.keys() == REASON_KEYS for reason in backend["reasons"])
+        assert backend["valid"] or backend["reasons"]
     return parsed
+
+
+def spec_of(parsed: dict) -> dict:
+    (kind,) = parsed["model"]["layer_kinds"]
+    return kind["spec"]
 
 
 def test_the_table_shows_every_backend_in_both_roles_and_the_choice(anyattn):
     ended = anyattn("backends")
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines()]
-    assert ["prefill", "torch_native", "anyattn", "10", "chosen"] in rows
-    assert ["decode", "reference", "anyattn", "0", "valid"] in rows
-    assert "paging    page size 16, layout NHD, allocator paged, pool mha" in ended.out
+    assert ["backend", "from", "status", "installed", "prefill", "decode"] in rows
+    assert ["torch_native", "anyattn", "run", "on", "hardware", "yes", "chosen", "(10)", "chosen", "(10)"] in rows
+    assert ["reference", "anyattn", "run", "on", "hardware", "yes", "valid", "(0)", "valid", "(0)"] in rows
+    assert "page size 16, layout NHD, allocator paged, pool mha" in ended.out
 
 
 def test_the_json_holds_the_device_the_spec_the_choice_and_all_verdicts(anyattn):
     parsed = document(anyattn("backends", "--json"))
     assert parsed["device"]["kind"] == "cpu"
-    assert parsed["spec"]["head_dim"] == 128
+    assert spec_of(parsed)["head_dim"] == 128
     assert parsed["choice"] == {
         "prefill": "torch_native",
         "decode": "torch_native",
@@ -43,8 +52,11 @@ def test_the_json_holds_the_device_the_spec_the_choice_and_all_verdicts(anyattn)
         "pool": "mha",
     }
     assert parsed["error"] is None
-    shown = {(verdict["name"], verdict["role"]) for verdict in parsed["backends"]}
-    assert {(name, role) for name in ("torch_native", "reference") for role in ("prefill", "decode")} <= shown
+    shown = {backend["name"]: backend for backend in parsed["backends"]}
+    assert {"torch_native", "reference", "flashinfer"} <= shown.keys()
+    assert shown["torch_native"]["priority"] == {"prefill": 10, "decode": 10}
+    assert {reason["role"] for reason in shown["flashinfer"]["reasons"]} == {"prefill", "decode"}
+    assert {reason["layer_kind"] for reason in shown["flashinfer"]["reasons"]} == {0}
 
 
 @pytest.mark.parametrize(
@@ -57,14 +69,18 @@ def test_the_json_holds_the_device_the_spec_the_choice_and_all_verdicts(anyattn)
         (["--logits-soft-cap", "30"], {"logits_soft_cap": 30.0}),
         (["--sinks", "--alibi", "--return-lse"], {"sinks": True, "alibi": True, "return_lse": True}),
         (["--tree-mask", "--deterministic"], {"tree_mask": True, "deterministic": True}),
-        (["--mla"], {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 576, "num_qo_heads": 128}),
-        (["--mla", "--num-qo-heads", "16"], {"num_qo_heads": 16}),
+        (
+            ["--model", "deepseek-v3"],
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 576, "num_qo_heads": 128},
+        ),
+        (["--model", "deepseek-v3", "--tp", "8", "--return-lse"], {"num_qo_heads": 16, "return_lse": True}),
+        (["--model", "llama-3-8b", "--dtype", "float16", "--kv-dtype", "float8_e5m2"], {"kv_dtype": "float8_e5m2"}),
     ],
 )
 def test_every_option_of_the_spec_reaches_it(anyattn, options, fields):
     ended = anyattn("backends", "--json", *options)
     assert ended.code == 0
-    spec = document(ended)["spec"]
+    spec = spec_of(document(ended))
     assert {name: spec[name] for name in fields} == fields
 
 
@@ -90,8 +106,9 @@ def test_without_a_choice_the_json_still_lists_all_reasons(anyattn):
     assert parsed["choice"] is None
     assert parsed["device"]["kind"] == "cpu"
     assert "No attention backend can serve prefill" in parsed["error"]
-    refused = [verdict for verdict in parsed["backends"] if verdict["name"] == "torch_native"]
-    assert [reason["field"] for verdict in refused for reason in verdict["reasons"]] == ["graph", "graph"]
+    refused = next(backend for backend in parsed["backends"] if backend["name"] == "torch_native")
+    assert [reason["field"] for reason in refused["reasons"]] == ["graph", "graph"]
+    assert not refused["valid"]
     assert ended.err == f"error: {parsed['error']}\n"
 
 
@@ -121,9 +138,75 @@ def test_reasons_are_neither_cut_nor_wrapped_in_a_pipe(anyattn, monkeypatch):
     )
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(
-        "anyattn.cli.survey.candidates", lambda plugins: Candidates(backends=[candidate], allocators={}, pools={})
+        "anyattn.dry_run.candidates", lambda plugins: Candidates(backends=[candidate], allocators={}, pools={})
     )
     ended = anyattn("backends")
     assert f"  b  {long}" in ended.out.splitlines()
     assert str(long) in ended.err
     assert not any(line.endswith(" ") for line in ended.out.splitlines())
+
+
+def test_a_model_with_several_kinds_of_layers_shows_each_kind_and_one_choice_of_pages(anyattn):
+    parsed = document(anyattn("backends", "--json", "--model", "gemma-3-27b", "--device", "sim:h100"))
+    kinds = parsed["model"]["layer_kinds"]
+    assert [kind["spec"]["sliding_window"] for kind in kinds] == [1024, None]
+    assert [len(kind["layers"]) for kind in kinds] == [52, 10]
+    assert sorted(kinds[0]["layers"] + kinds[1]["layers"]) == list(range(62))
+    assert len(parsed["choices"]) == 2
+    assert len({choice["page_size"] for choice in parsed["choices"]}) == 1
+    ended = anyattn("backends", "--model", "gemma-3-27b", "--device", "sim:h100")
+    assert "layers 0-4, 6-10, 12-16" in ended.out
+    assert "layers 5, 11, 17" in ended.out
+
+
+def test_a_config_json_and_its_folder_are_models_too(anyattn, tmp_path):
+    config = {
+        "model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584,
+        "num_hidden_layers": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        spec = spec_of(document(anyattn("backends", "--json", "--model", str(path), "--tp", "4")))
+        assert (spec["num_qo_heads"], spec["num_kv_heads"], spec["head_dim"]) == (7, 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "llama-3-9b"], "llama-3-8b"),
+        (["--model", "./nowhere/config.json"], "nowhere"),
+        (["--model", "qwen2-7b", "--tp", "8"], "1, 2, 4, 28"),
+    ],
+)
+def test_a_model_that_cannot_be_read_or_divided_is_an_error_that_says_what_could(anyattn, options, message):
+    ended = anyattn("backends", *options)
+    assert (ended.code, ended.out) == (1, "")
+    assert message in ended.err
+
+
+@pytest.mark.parametrize(
+    "options", [["--model", "llama-3-8b", "--head-dim", "64"], ["--tp", "2"], ["--model", "mpt-7b", "--alibi"]]
+)
+def test_dimensions_and_a_model_contradict_each_other(anyattn, options):
+    assert anyattn("backends", *options).code == 2
+
+
+def test_on_a_simulated_device_packages_count_as_installed_unless_told_otherwise(anyattn):
+    options = ("backends", "--json", "--device", "sim:h100", "--head-dim", "64")
+    assumed = document(anyattn(*options))
+    flashinfer = next(backend for backend in assumed["backends"] if backend["name"] == "flashinfer")
+    assert (flashinfer["valid"], flashinfer["installed"]) == (True, False)
+    assert assumed["choice"]["decode"] == "flashinfer"
+    assert assumed["device"]["simulated"] is True
+    here = document(anyattn(*options, "--installed-only"))
+    flashinfer = next(backend for backend in here["backends"] if backend["name"] == "flashinfer")
+    assert [reason["field"] for reason in flashinfer["reasons"]] == ["package", "package"]
+    assert here["choice"]["decode"] == "torch_native"
+
+
+def test_a_simulated_device_that_nobody_offers_is_an_error_that_lists_those_there_are(anyattn, monkeypatch):
+    ended = anyattn("backends", "--device", "sim:h9000")
+    assert ended.code == 1
+    assert "sim:a100" in ended.err
+    monkeypatch.setenv("ANYATTN_PLATFORM", "sim:h9000")
+    assert "sim:xeon-amx" in anyattn("backends").err

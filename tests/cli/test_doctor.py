@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
+from anyattn.discovery import Detection
 from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
 from anyattn.types import GraphLevel
-from anyattn.wiring import Detection
 
 KEYS = {
     "ok",
@@ -51,7 +51,7 @@ GPU = Platform(
 
 def machine(monkeypatch, *devices: Platform, problems: tuple[str, ...] = ()) -> None:
     """Makes detection find these."""
-    monkeypatch.setattr("anyattn.cli.survey.detect", lambda plugins: Detection(devices=devices, problems=problems))
+    monkeypatch.setattr("anyattn.dry_run.detect", lambda plugins: Detection(devices=devices, problems=problems))
 
 
 def test_doctor_says_yes_on_a_usable_machine(anyattn):
@@ -106,16 +106,16 @@ def test_doctor_says_no_when_the_backend_asked_for_is_not_valid(anyattn, monkeyp
 
 
 def test_doctor_reports_problems_of_detection_and_of_plugins(anyattn, monkeypatch):
-    from anyattn import cli, wiring
+    from anyattn import discovery
 
     def broken(settings):
-        plugins = wiring.plugin_manager(settings)
+        plugins = discovery.plugin_manager(settings)
         plugins.report("plugin zoo cannot be imported")
         return plugins
 
     cpu = Platform(kind="cpu", vendor="x", name="x", arch="x86_64", torch_device="cpu")
     machine(monkeypatch, cpu, problems=("NVML does not start",))
-    monkeypatch.setattr(cli.survey, "plugin_manager", broken)
+    monkeypatch.setattr("anyattn.dry_run.plugin_manager", broken)
     document = json.loads(anyattn("doctor", "--json").out)
     assert document["problems"] == ["NVML does not start"]
     assert document["plugin_problems"] == ["plugin zoo cannot be imported"]
@@ -147,7 +147,7 @@ def test_doctor_names_the_command_that_adds_a_backend(anyattn, monkeypatch):
         name="fast", distribution="d", capabilities=ReferenceBackend.capabilities, missing=(missing,)
     )
     monkeypatch.setattr(
-        "anyattn.cli.survey.candidates", lambda plugins: Candidates(backends=[fast], allocators={}, pools={})
+        "anyattn.dry_run.candidates", lambda plugins: Candidates(backends=[fast], allocators={}, pools={})
     )
     document = json.loads(anyattn("doctor", "--json").out)
     assert document["remedies"] == ["pip install x adds fast (fast-kernels>=2: not installed)"]
@@ -160,6 +160,30 @@ def test_doctor_names_what_mends_a_better_device_than_the_one_in_use(anyattn, mo
     document = json.loads(anyattn("doctor", "--json").out)
     assert document["device"]["kind"] == "cpu"
     assert "cuda:0: the installed torch was built without CUDA" in document["remedies"]
+
+
+def test_doctor_does_not_tell_to_give_up_a_usable_accelerator_for_another_one(anyattn, monkeypatch):
+    monkeypatch.delenv("ANYATTN_PLATFORM")
+    graphics = Platform(kind="rocm", vendor="amd", name="Radeon", arch="gfx1036", torch_device="cuda:0", problems=("x",))
+    machine(monkeypatch, GPU, graphics)
+    document = json.loads(anyattn("doctor", "--json").out)
+    assert document["device"]["kind"] == "cuda"
+    assert not any(remedy.startswith("cuda:0: x") for remedy in document["remedies"])
+    assert [device["problems"] for device in document["devices"]] == [[], ["x"]]
+
+
+def test_doctor_tells_of_a_variable_that_nothing_reads_and_which_one_may_be_meant(anyattn, monkeypatch):
+    monkeypatch.setenv("ANYATTN_ATENTION_BACKEND", "reference")
+    problems = json.loads(anyattn("doctor", "--json").out)["problems"]
+    assert any("ANYATTN_ATENTION_BACKEND" in text and "is ANYATTN_ATTENTION_BACKEND meant?" in text for text in problems)
+
+
+def test_doctor_speaks_of_this_machine_even_where_a_simulated_one_is_set(anyattn, monkeypatch):
+    monkeypatch.setenv("ANYATTN_PLATFORM", "sim:h100")
+    ended = anyattn("doctor", "--json")
+    document = json.loads(ended.out)
+    assert (ended.code, document["ok"], document["device"]) == (1, False, None)
+    assert "unset ANYATTN_PLATFORM" in document["error"]
 
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])

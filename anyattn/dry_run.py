@@ -1,0 +1,119 @@
+"""What would be chosen on a device, here or elsewhere, for a model's layers, and every reason against the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from anyattn.attention.judge import judge
+from anyattn.attention.select import select_layers
+from anyattn.attention.selection import Candidates, Preference, Selection, Verdict
+from anyattn.attention.spec import AttentionSpec
+from anyattn.discovery import SIMULATED, Detection, candidates, detect, find_device, plugin_manager
+from anyattn.errors import AnyattnError, NoBackendError, NoDeviceError
+from anyattn.platforms.base import Platform
+from anyattn.settings import Settings
+from anyattn.types import KVLayout
+from anyattn.wiring import layer_specs, names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The answer. Without selections, `error` says why there are none.
+
+    layers: a spec for each layer. device: None where the one asked for is not there.
+    detection: what is here; empty where the question was about another device.
+    verdicts: of every backend in every role, for each distinct spec; none where there is no device.
+    selections: what would be chosen for each distinct spec.
+    """
+
+    layers: tuple[AttentionSpec, ...]
+    detection: Detection
+    candidates: Candidates
+    plugin_problems: tuple[str, ...]
+    device: Platform | None
+    verdicts: Mapping[AttentionSpec, tuple[Verdict, ...]]
+    selections: Mapping[AttentionSpec, Selection]
+    error: AnyattnError | None
+
+    @property
+    def selection(self) -> Selection | None:
+        """What would be chosen for the first layer."""
+        return self.selections[self.layers[0]] if self.selections else None
+
+    def explain(self) -> str:
+        """What would be chosen for each distinct spec, and why not the others; the error where nothing would be."""
+        if self.error is not None:
+            return str(self.error)
+        return "\n\n".join(selection.explain() for selection in self.selections.values())
+
+
+def survey(
+    spec: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    device: str | Platform | None = None,
+    backend: str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | Sequence[str] | None = None,
+    page_size: int | None = None,
+    layout: KVLayout | None = None,
+    installed_only: bool = False,
+) -> Survey:
+    """Detects and selects as `create_runtime` does, without allocating; nothing has to be here but anyattn.
+
+    spec: of all layers, or one for each.
+    device: a kind, a torch device, a simulated device ("sim:h100") or a platform; by default ANYATTN_PLATFORM, then
+        the first usable device. On a simulated device the packages that backends need are taken as installed.
+    installed_only: on a simulated device, count only the packages that are installed here.
+    The other arguments are those of `create_runtime`, and so are the settings that fill in what is not given.
+
+    Raises SpecError for an argument or setting that means nothing and, in strict mode, PluginLoadError. That there is
+    no device or no backend is an answer: `error`.
+    """
+    settings = Settings.from_env()
+    plugins = plugin_manager(settings)
+    layers = layer_specs(spec, 1 if isinstance(spec, AttentionSpec) else None)
+    wanted = device or settings.platform
+    elsewhere = isinstance(wanted, Platform) or (wanted or "").startswith(SIMULATED)
+    detection = Detection(devices=(), problems=()) if elsewhere else detect(plugins)
+    offered = candidates(plugins)
+    preference = Preference(
+        prefill_backend=prefill_backend or backend or settings.prefill_backend,
+        decode_backends=names(decode_backend) or names(backend) or settings.decode_backends,
+        page_size=settings.page_size if page_size is None else page_size,
+        layout=layout,
+        installed_only=installed_only,
+    )
+    platform = error = None
+    verdicts: dict[AttentionSpec, tuple[Verdict, ...]] = {}
+    selections: dict[AttentionSpec, Selection] = {}
+    try:
+        platform = wanted if isinstance(wanted, Platform) else find_device(plugins, wanted, detection)
+        verdicts = {kind: judge(kind, platform, offered, preference) for kind in dict.fromkeys(layers)}
+        selections = select_layers(layers, platform, offered, preference)
+    except (NoDeviceError, NoBackendError) as refusal:
+        error = refusal
+    return Survey(
+        layers=layers,
+        detection=detection,
+        candidates=offered,
+        plugin_problems=tuple(plugins.problems),
+        device=platform,
+        verdicts=verdicts,
+        selections=selections,
+        error=error,
+    )
+
+
+def backends_on(platform: Platform, spec: AttentionSpec | None = None) -> tuple[str, ...]:
+    """What `Platform.backends` says."""
+    offered = candidates(plugin_manager())
+    if spec is not None:
+        verdicts = judge(spec, platform, offered, Preference())
+        valid = sorted((v for v in verdicts if not v.reasons), key=lambda v: (-v.priority, v.name))
+        return tuple(dict.fromkeys(verdict.name for verdict in valid))
+    return tuple(
+        candidate.name
+        for candidate in sorted(offered.backends, key=lambda candidate: candidate.name)
+        if not candidate.capabilities.device_reasons(platform) and (platform.simulated or not candidate.missing)
+    )
