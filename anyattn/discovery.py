@@ -71,7 +71,10 @@ def detect(plugins: PluginManager | None = None) -> Detection:
 
 def _probed(offer: Offer) -> ProbeResult:
     """Runs in a thread of its own."""
-    result = offer.load()()
+    function = offer.load()
+    if not callable(function):
+        raise TypeError(f"{offer.target} is no function")
+    result = function()
     if not isinstance(result, ProbeResult):
         raise TypeError(f"it returned {type(result).__name__}, not ProbeResult")
     return result
@@ -96,12 +99,9 @@ def _accepted(plugins: PluginManager, offer: Offer, devices: Iterable[Platform])
 
 
 def load_offers(plugins: PluginManager) -> None:
-    """Loads all that is offered, so that the plugins' `records` tell what does not fit. Runs no probe."""
+    """Loads all that is offered and runs the probes, so that the plugins' `records` tell what does not fit."""
     candidates(plugins)
-    for offer in plugins.platforms().values():
-        probe = plugins.load(offer)
-        if probe is not None and not callable(probe):
-            plugins.report(f"the {offer.name} probe of {offer.owner} is no function.", plugin=offer.plugin)
+    detect(plugins)
     for offer in plugins.simulated_devices().values():
         device = plugins.load(offer)
         if device is not None and not (isinstance(device, Platform) and device.simulated):
@@ -135,13 +135,15 @@ def find_device(plugins: PluginManager, wanted: str | None, detection: Detection
     return platform
 
 
-def require_real(platform: Platform) -> Platform:
-    """The platform. Raises NoDeviceError when it is a simulated one, on which nothing runs."""
+def require_usable(platform: Platform) -> Platform:
+    """The platform. Raises NoDeviceError when it is a simulated one, or torch cannot drive it."""
     if platform.simulated:
         raise NoDeviceError(
             f"{platform} is simulated: nothing runs on it. anyattn.survey(spec, device=...) and `anyattn backends "
             "--device ...` say what would be chosen there."
         )
+    if platform.problems:
+        raise NoDeviceError(f"{platform} cannot be used here: {'; '.join(platform.problems)}.")
     return platform
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from anyattn.arguments import checked_device, checked_layers, checked_preference
 from anyattn.attention.judge import judge
 from anyattn.attention.select import select_layers
 from anyattn.attention.selection import Candidates, Preference, Selection, Verdict
-from anyattn.attention.spec import AttentionSpec
+from anyattn.attention.spec import AttentionSpec, layer_kinds
 from anyattn.discovery import SIMULATED, Detection, candidates, detect, find_device, plugin_manager
 from anyattn.errors import AnyattnError, NoBackendError, NoDeviceError
 from anyattn.platforms.base import Platform
+from anyattn.plugins.manager import PluginManager
 from anyattn.settings import Settings
 from anyattn.types import KVLayout
-from anyattn.wiring import layer_specs, names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """The answer. Without selections, `error` says why there are none.
 
-    layers: a spec for each layer. device: None where the one asked for is not there.
+    layers: a spec for each layer.
+    device: the one judged; with an error it may be one that cannot be used. None where the one asked for is not there.
     detection: what is here; empty where the question was about another device.
     verdicts: of every backend in every role, for each distinct spec; none where there is no device.
     selections: what would be chosen for each distinct spec.
@@ -51,10 +54,12 @@ class Survey:
 def survey(
     spec: AttentionSpec | Sequence[AttentionSpec],
     *,
-    device: str | Platform | None = None,
+    device: Any = None,
     backend: str | None = None,
     prefill_backend: str | None = None,
     decode_backend: str | Sequence[str] | None = None,
+    allocator: str | None = None,
+    pool: str | None = None,
     page_size: int | None = None,
     layout: KVLayout | None = None,
     installed_only: bool = False,
@@ -71,27 +76,39 @@ def survey(
     no device or no backend is an answer: `error`.
     """
     settings = Settings.from_env()
-    plugins = plugin_manager(settings)
-    layers = layer_specs(spec, 1 if isinstance(spec, AttentionSpec) else None)
-    wanted = device or settings.platform
-    elsewhere = isinstance(wanted, Platform) or (wanted or "").startswith(SIMULATED)
-    detection = Detection(devices=(), problems=()) if elsewhere else detect(plugins)
-    offered = candidates(plugins)
-    preference = Preference(
-        prefill_backend=prefill_backend or backend or settings.prefill_backend,
-        decode_backends=names(decode_backend) or names(backend) or settings.decode_backends,
-        page_size=settings.page_size if page_size is None else page_size,
+    layers = checked_layers(spec, 1 if isinstance(spec, AttentionSpec) else None)
+    preference = checked_preference(
+        settings,
+        backend=backend,
+        prefill_backend=prefill_backend,
+        decode_backend=decode_backend,
+        allocator=allocator,
+        pool=pool,
+        page_size=page_size,
         layout=layout,
         installed_only=installed_only,
     )
-    platform = error = None
-    verdicts: dict[AttentionSpec, tuple[Verdict, ...]] = {}
+    return survey_layers(layers, checked_device(settings, device), preference, plugin_manager(settings))
+
+
+def survey_layers(
+    layers: tuple[AttentionSpec, ...], wanted: Platform | str | None, preference: Preference, plugins: PluginManager
+) -> Survey:
+    """`survey` with its arguments checked. wanted: a platform or the name of a device; None for any."""
+    elsewhere = isinstance(wanted, Platform) or (wanted or "").startswith(SIMULATED)
+    detection = Detection(devices=(), problems=()) if elsewhere else detect(plugins)
+    offered = candidates(plugins, detection)
+    error: AnyattnError | None = None
     selections: dict[AttentionSpec, Selection] = {}
+    platform: Platform | None
     try:
         platform = wanted if isinstance(wanted, Platform) else find_device(plugins, wanted, detection)
-        verdicts = {kind: judge(kind, platform, offered, preference) for kind in dict.fromkeys(layers)}
         selections = select_layers(layers, platform, offered, preference)
-    except (NoDeviceError, NoBackendError) as refusal:
+    except NoDeviceError as refusal:
+        error = refusal
+        # What is asked for but cannot be used is still judged; so is whatever is here where nothing was asked for.
+        platform = next((d for d in detection.devices if wanted in (None, d.kind, d.torch_device)), None)
+    except NoBackendError as refusal:
         error = refusal
     return Survey(
         layers=layers,
@@ -99,7 +116,7 @@ def survey(
         candidates=offered,
         plugin_problems=tuple(plugins.problems),
         device=platform,
-        verdicts=verdicts,
+        verdicts={kind: judge(kind, platform, offered, preference) for kind in layer_kinds(layers)} if platform else {},
         selections=selections,
         error=error,
     )
@@ -112,8 +129,10 @@ def backends_on(platform: Platform, spec: AttentionSpec | None = None) -> tuple[
         verdicts = judge(spec, platform, offered, Preference())
         valid = sorted((v for v in verdicts if not v.reasons), key=lambda v: (-v.priority, v.name))
         return tuple(dict.fromkeys(verdict.name for verdict in valid))
+    if platform.problems:
+        return ()
     return tuple(
         candidate.name
         for candidate in sorted(offered.backends, key=lambda candidate: candidate.name)
-        if not candidate.capabilities.device_reasons(platform) and (platform.simulated or not candidate.missing)
+        if not list(candidate.capabilities.device_reasons(platform)) and (platform.simulated or not candidate.missing)
     )

@@ -128,12 +128,16 @@ def ints(*values: int) -> IntSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a candidate was refused: the field, what was wanted, what it supports, and what to do about it."""
+    """Why a candidate was refused: the field, what was wanted, what it supports, and what to do about it.
+
+    another: whether only another candidate helps. Selection, which knows them, then names those in the remedy.
+    """
 
     field: str
     wanted: str
     supported: str
     remedy: str
+    another: bool = False
 
     def __str__(self) -> str:
         return f"{self.field}: wanted {self.wanted}, supported {self.supported}; {self.remedy}"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from anyattn.arguments import checked_device, checked_layers, checked_preference, positive_integer
 from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.select import select_layers
-from anyattn.attention.selection import Preference, Selection
+from anyattn.attention.selection import Selection
 from anyattn.attention.spec import AttentionSpec
-from anyattn.discovery import candidates, detect, find_device, plugin_manager, require_real
-from anyattn.errors import AnyattnError, ContractError, PluginLoadError, SpecError, contained
+from anyattn.discovery import candidates, detect, find_device, plugin_manager, require_usable
+from anyattn.errors import AnyattnError, ContractError, PluginLoadError, contained
 from anyattn.mem_cache.base import KVAllocator, KVPool
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.platforms.base import Platform
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
 from anyattn.settings import Settings
-from anyattn.types import KV_LAYOUTS, ROLES, KVLayout
+from anyattn.types import ROLES, KVLayout
 
 _MOST_PAGES = 2**31 - 2  # page ids are int32, and the null page takes one
 
@@ -54,28 +54,25 @@ def create_runtime(
     Raises SpecError, NoDeviceError, NoBackendError (with all reasons) or PluginLoadError.
     """
     settings = Settings.from_env()
-    plugins = plugin_manager(settings)
-    num_pages = _integer("num_pages", num_pages, most=_MOST_PAGES)
-    if page_size is not None:
-        page_size = _integer("page_size", page_size)
-    if layout not in (None, *KV_LAYOUTS):
-        raise SpecError(f"layout must be {' or '.join(KV_LAYOUTS)}, not {layout!r}.")
-    layers = layer_specs(spec, num_layers)
-    detection = None
-    if isinstance(device, Platform):
-        platform = device
-    else:
-        detection = detect(plugins)
-        platform = find_device(plugins, settings.platform if device is None else str(device), detection)
-    require_real(platform)
-    preference = Preference(
-        prefill_backend=prefill_backend or backend or settings.prefill_backend,
-        decode_backends=names(decode_backend) or names(backend) or settings.decode_backends,
+    num_pages = positive_integer("num_pages", num_pages, most=_MOST_PAGES)
+    layers = checked_layers(spec, num_layers)
+    preference = checked_preference(
+        settings,
+        backend=backend,
+        prefill_backend=prefill_backend,
+        decode_backend=decode_backend,
         allocator=allocator,
         pool=pool,
-        page_size=settings.page_size if page_size is None else page_size,
+        page_size=page_size,
         layout=layout,
     )
+    plugins = plugin_manager(settings)
+    wanted = checked_device(settings, device)
+    detection = None
+    if not isinstance(wanted, Platform):
+        detection = detect(plugins)
+        wanted = find_device(plugins, wanted, detection)
+    platform = require_usable(wanted)
     selections = select_layers(layers, platform, candidates(plugins, detection), preference)
     return _assemble(layers, selections, plugins, num_pages, debug=settings.debug)
 
@@ -120,38 +117,3 @@ def _make(offer: Offer, *arguments: Any) -> Any:
         raise PluginLoadError(
             f"{offer.name!r} of {offer.distribution} cannot be made: {type(error).__name__}: {error}"
         ) from error
-
-
-def names(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One name or several, as a tuple; empty for None and for an empty name."""
-    values = (value,) if isinstance(value, str) else tuple(value or ())
-    return tuple(dict.fromkeys(name for name in values if name))
-
-
-def _integer(name: str, value: Any, *, most: int | None = None) -> int:
-    """value as an int. Raises SpecError when it is none, or not from 1 to `most`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number < 1 or (most is not None and number > most):
-        limits = "a positive integer" if most is None else f"an integer from 1 to {most}"
-        raise SpecError(f"{name} must be {limits}, not {value!r}.")
-    return number
-
-
-def layer_specs(spec: AttentionSpec | Sequence[AttentionSpec], num_layers: int | None) -> tuple[AttentionSpec, ...]:
-    """A spec for each layer. Raises SpecError when they are none, or cannot share a KV cache."""
-    if isinstance(spec, AttentionSpec):
-        if num_layers is None:
-            raise SpecError("num_layers must be given with one spec for all layers; or give a spec for each layer.")
-        return (spec,) * _integer("num_layers", num_layers)
-    specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
-    if not all(isinstance(s, AttentionSpec) for s in specs):
-        raise SpecError("spec must be an AttentionSpec, or a list of them with one for each layer.")
-    if not specs or num_layers not in (None, len(specs)):
-        raise SpecError(f"{len(specs)} specs were given for {num_layers} layers: give one for each layer.")
-    caches = {s.cache_spec(num_layers=1, page_size=1, layout="NHD") for s in specs}
-    if len(caches) > 1 or len({s.dtype for s in specs}) > 1:
-        raise SpecError("layers that share a KV cache must have the same KV heads, head dims and dtypes.")
-    return specs

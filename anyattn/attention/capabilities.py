@@ -27,9 +27,6 @@ from anyattn.types import (
 
 Priority = int | Callable[[Platform, AttentionSpec, Role, Load], int]
 
-ANOTHER_BACKEND = "name another backend"
-"""The remedy where only another backend helps; `judge` puts a name into it, which no single declaration knows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
@@ -129,7 +126,7 @@ class Capabilities:
         page_size, layout: checked when given; otherwise selection still has to settle them.
         """
         return [
-            *self._device_reasons(platform),
+            *self.device_reasons(platform),
             *self._phase_reasons(spec, role),
             *self._dtype_reasons(spec),
             *self._head_reasons(spec),
@@ -139,11 +136,8 @@ class Capabilities:
             *_unknown_field_reasons(spec),
         ]
 
-    def device_reasons(self, platform: Platform) -> list[Reason]:
+    def device_reasons(self, platform: Platform) -> Iterable[Reason]:
         """The reasons that hold on this device whatever the spec."""
-        return list(self._device_reasons(platform))
-
-    def _device_reasons(self, platform: Platform) -> Iterable[Reason]:
         if self.device_kinds is not None and platform.kind not in self.device_kinds:
             kinds = _names(self.device_kinds)
             yield Reason(
@@ -170,7 +164,8 @@ class Capabilities:
                 field="phase",
                 wanted=_names(missing),
                 supported=_names(self.phases),
-                remedy=ANOTHER_BACKEND,
+                remedy="name another backend",
+                another=True,
             )
 
     def _dtype_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
@@ -188,7 +183,8 @@ class Capabilities:
                     field="kv_lora_rank",
                     wanted=f"MLA with rank {dims[0]} + rope {dims[1]}",
                     supported=supported or "no MLA",
-                    remedy=ANOTHER_BACKEND,
+                    remedy="name another backend",
+                    another=True,
                 )
         elif not self._serves_heads(spec.head_dim, spec.vo_head_dim):
             pairs = [f"{qk} with values of {vo}" for qk, vo in sorted(self.head_dim_pairs)]
@@ -196,13 +192,20 @@ class Capabilities:
             wanted = str(spec.head_dim)
             if spec.vo_head_dim != spec.head_dim:
                 wanted += f" with values of {spec.vo_head_dim}"
-            yield Reason(field="head_dim", wanted=wanted, supported=supported or "MLA only", remedy=ANOTHER_BACKEND)
+            yield Reason(
+                field="head_dim",
+                wanted=wanted,
+                supported=supported or "MLA only",
+                remedy="name another backend",
+                another=True,
+            )
         if spec.group_size not in self.group_sizes:
             yield Reason(
                 field="num_qo_heads",
                 wanted=f"{spec.group_size} query heads for each KV head",
                 supported=str(self.group_sizes),
-                remedy=ANOTHER_BACKEND,
+                remedy="name another backend",
+                another=True,
             )
 
     def _serves_heads(self, qk: int, vo: int) -> bool:
@@ -296,7 +299,13 @@ def _names(values: Iterable[str]) -> str:
 
 def _model_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:
     """Of what the model computes, which nobody can set to another value."""
-    return Reason(field=field, wanted=str(wanted), supported=", ".join(map(str, supported)), remedy=ANOTHER_BACKEND)
+    return Reason(
+        field=field,
+        wanted=str(wanted),
+        supported=", ".join(map(str, supported)),
+        remedy="name another backend",
+        another=True,
+    )
 
 
 def _replace_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from anyattn.attention.capabilities import ANOTHER_BACKEND
+from packaging.requirements import Requirement
+
+from anyattn.attention.pages import pages_worth_trying
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import contained
-from anyattn.mem_cache.base import ANOTHER_POOL
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, TYPICAL_LOAD, Reason, Role
 
@@ -22,10 +23,10 @@ def judge(
         _verdict(spec, platform, candidate, role, preference) for role in ROLES for candidate in candidates.backends
     ]
     verdicts.sort(key=lambda v: (ROLES.index(v.role), bool(v.reasons), -v.priority, v.name))
-    valid = {role: [v.name for v in verdicts if v.role == role and not v.reasons] for role in ROLES}
-    same = valid["prefill"] == valid["decode"]
-    remedies = {role: _another("backend" if same else f"{role}_backend", valid[role]) for role in ROLES}
-    return tuple(replace(v, reasons=_told(v.reasons, ANOTHER_BACKEND, remedies[v.role])) for v in verdicts)
+    if any(reason.another for verdict in verdicts for reason in verdict.reasons):
+        remedies = _other_backends(spec, platform, candidates, preference, verdicts)
+        verdicts = [replace(v, reasons=_told(v.reasons, remedies[v.role])) for v in verdicts]
+    return tuple(verdicts)
 
 
 def _verdict(
@@ -34,7 +35,8 @@ def _verdict(
     capabilities = candidate.capabilities
     assumed = platform.simulated and not preference.installed_only
     reasons = [
-        *([] if assumed else candidate.missing),
+        *_device_reasons(platform),
+        *([] if assumed else (_for_device(reason, platform) for reason in candidate.missing)),
         *capabilities.reject_reasons(spec, platform, role, page_size=preference.page_size, layout=preference.layout),
     ]
     priority = 0
@@ -61,14 +63,81 @@ def _verdict(
     )
 
 
-def _another(setting: str, valid: Sequence[str]) -> str:
-    if not valid:
+def _device_reasons(platform: Platform) -> Iterator[Reason]:
+    for problem in platform.problems:
+        yield Reason(
+            field="device",
+            wanted=str(platform),
+            supported=f"nothing there, as {problem}",
+            remedy="mend that, or use another device",
+        )
+
+
+_TORCH_IN_EXTRA = ("cpu", "cuda", "ascend")
+"""Device kinds for which anyattn's extra brings a torch that drives them; the others' comes from the vendor."""
+
+
+def _for_device(missing: Reason, platform: Platform) -> Reason:
+    """What is missing, with the torch that such a device needs."""
+    if Requirement(missing.wanted).name != "torch":
+        return missing
+    remedy = f"install torch for {platform.kind}: `anyattn doctor` names the vendor's page on such a machine"
+    if platform.kind in _TORCH_IN_EXTRA:
+        remedy = f'pip install "anyattn[{platform.kind}]"'
+    return replace(missing, remedy=remedy)
+
+
+def _other_backends(
+    spec: AttentionSpec,
+    platform: Platform,
+    candidates: Candidates,
+    preference: Preference,
+    verdicts: Sequence[Verdict],
+) -> dict[Role, str]:
+    """For each role, the setting that names a backend which select would then choose, the best first."""
+    capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
+    pools = [
+        candidates.pools[verdict.name]
+        for verdict in judge_pools(spec, platform, candidates)
+        if not verdict.reasons and preference.pool in (None, verdict.name)
+    ]
+    allocators = [
+        candidates.allocators[verdict.name]
+        for verdict in judge_allocators(platform, candidates, preference)
+        if not verdict.reasons and preference.allocator in (None, verdict.name)
+    ]
+    pages = [
+        (size, layout)
+        for size, layout in pages_worth_trying(capabilities.values(), candidates.allocators.values(), preference)
+        if any(layout in pool.layouts for pool in pools) and any(size in a.page_sizes for a in allocators)
+    ]
+
+    def agree(*names: str) -> bool:
+        return any(
+            all(size in capabilities[n].page_sizes and layout in capabilities[n].layouts for n in names)
+            for size, layout in pages
+        )
+
+    valid = {role: [v.name for v in verdicts if v.role == role and not v.reasons] for role in ROLES}
+    alone = [name for name in valid["decode"] if name in valid["prefill"] and agree(name)]
+    paired: dict[Role, list[str]] = {}
+    for role, other in (ROLES, ROLES[::-1]):
+        asked = preference.backends(other)
+        partners = [name for name in valid[other] if not asked or name in asked]
+        paired[role] = [name for name in valid[role] if any(agree(name, partner) for partner in partners)]
+    if spec.deterministic or paired["prefill"] == paired["decode"] == alone:
+        return dict.fromkeys(ROLES, _setting("backend", alone))
+    return {role: _setting(f"{role}_backend", paired[role]) for role in ROLES}
+
+
+def _setting(name: str, values: Sequence[str]) -> str:
+    if not values:
         return "nothing that is installed serves all of this here: look for a plugin that does, or use another device"
-    return f"set {setting}={' or '.join(map(repr, valid))}"
+    return f"set {name}={' or '.join(map(repr, values))}"
 
 
-def _told(reasons: Iterable[Reason], placeholder: str, remedy: str) -> tuple[Reason, ...]:
-    return tuple(replace(reason, remedy=remedy) if reason.remedy == placeholder else reason for reason in reasons)
+def _told(reasons: Iterable[Reason], remedy: str) -> tuple[Reason, ...]:
+    return tuple(replace(reason, remedy=remedy) if reason.another else reason for reason in reasons)
 
 
 def judge_pools(spec: AttentionSpec, platform: Platform, candidates: Candidates) -> Iterator[StorageVerdict]:
@@ -77,9 +146,9 @@ def judge_pools(spec: AttentionSpec, platform: Platform, candidates: Candidates)
         name: pool.reject_reasons(platform.kind, mla=spec.is_mla, kv_dtype=spec.storage_dtype)
         for name, pool in sorted(candidates.pools.items())
     }
-    remedy = _another("pool", [name for name in reasons if not reasons[name]])
+    remedy = _setting("pool", [name for name in reasons if not reasons[name]])
     for name in reasons:
-        yield StorageVerdict(what="pool", name=name, reasons=_told(reasons[name], ANOTHER_POOL, remedy))
+        yield StorageVerdict(what="pool", name=name, reasons=_told(reasons[name], remedy))
 
 
 def judge_allocators(platform: Platform, candidates: Candidates, preference: Preference) -> Iterator[StorageVerdict]:

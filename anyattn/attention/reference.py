@@ -28,6 +28,7 @@ class ReferenceBackend(AttentionBackend):
     """One sequence after the other, one score matrix a block of queries. Slow and right."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
+        packages=("torch>=2.9",),
         dtypes=frozenset(DTYPE_BYTES) - FP8_DTYPES,
         kv_dtypes=frozenset(DTYPE_BYTES),
         any_head_dim_pair=True,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.judge import judge, judge_allocators, judge_pools
 from anyattn.attention.load_table import LoadTable
+from anyattn.attention.pages import USUAL_PAGE_SIZES, pages_worth_trying
 from anyattn.attention.selection import Candidates, Preference, Selection, StorageVerdict, Verdict
-from anyattn.attention.spec import AttentionSpec
+from anyattn.attention.spec import AttentionSpec, layer_kinds
 from anyattn.errors import NoBackendError, contained
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, KVLayout, Load, Role
-
-_USUAL_PAGE_SIZES = (16, 64, 32, 128, 256, 1, 2, 4, 8, 512, 1024)
 
 
 def select(
@@ -49,7 +47,7 @@ def select_layers(
     Raises NoBackendError as `select` does.
     """
     preference = preference or Preference()
-    specs = list(dict.fromkeys(layer_specs))
+    specs = list(layer_kinds(layer_specs))
     contests = [_Contest.of(spec, platform, candidates, preference) for spec in specs]
     storage = [*judge_pools(specs[0], platform, candidates), *judge_allocators(platform, candidates, preference)]
     pools = _named_or_best("pool", preference.pool, storage, {n: p.priority for n, p in candidates.pools.items()})
@@ -57,7 +55,8 @@ def select_layers(
         "allocator", preference.allocator, storage, {n: a.priority for n, a in candidates.allocators.items()}
     )
     best = None
-    for page_size, layout in _pagings(contests, candidates, preference):
+    serving = [contest.capabilities[v.name] for contest in contests for role in ROLES for v in contest.valid[role]]
+    for page_size, layout in pages_worth_trying(serving, candidates.allocators.values(), preference):
         pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
         allocator = next((n for n in allocators if page_size in candidates.allocators[n].page_sizes), None)
         pairs = [contest.pair(page_size, layout) for contest in contests]
@@ -67,7 +66,7 @@ def select_layers(
         if best is None or found.rank() < best.rank():
             best = found
     if best is None:
-        raise NoBackendError(_disagreement(contests, pools, allocators))
+        raise NoBackendError(_disagreement(contests, pools, allocators, platform, candidates, preference))
     return {
         contest.spec: Selection(
             spec=contest.spec,
@@ -109,7 +108,7 @@ class _Agreement:
     def rank(self) -> tuple[object, ...]:
         """Smaller is better: priorities, then names, then what the first spec's backends prefer of the pages."""
         first = self.pairs[0]
-        sizes = [*first.preferred_page_sizes, *_USUAL_PAGE_SIZES]
+        sizes = [*first.preferred_page_sizes, *USUAL_PAGE_SIZES]
         return (
             -sum(pair.decode.priority for pair in self.pairs),
             -sum(pair.prefill.priority for pair in self.pairs),
@@ -129,10 +128,17 @@ class _Contest:
     capabilities: Mapping[str, Capabilities]
     verdicts: tuple[Verdict, ...]
     valid: Mapping[Role, list[Verdict]]
+    asked: tuple[str, ...]
+    """Decode backends that were asked for by name, all of which then take part."""
 
     @classmethod
     def of(cls, spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference) -> _Contest:
         """Raises NoBackendError when a role has no valid backend, or not every one that was asked for."""
+        if spec.deterministic and len(preference.decode_backends) > 1:
+            raise NoBackendError(
+                f"Decode backends {', '.join(preference.decode_backends)} were asked for, and deterministic rows come "
+                "from one backend whatever the batch: name one."
+            )
         verdicts = judge(spec, platform, candidates, preference)
         valid: dict[Role, list[Verdict]] = {}
         for role in ROLES:
@@ -142,7 +148,8 @@ class _Contest:
                 if not found or (name is not None and name not in {verdict.name for verdict in found}):
                     raise NoBackendError(_refusal(spec, platform, role, name, verdicts, candidates.problems))
             valid[role] = [verdict for verdict in found if not wanted or verdict.name in wanted]
-        return cls(spec, platform, {c.name: c.capabilities for c in candidates.backends}, verdicts, valid)
+        capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
+        return cls(spec, platform, capabilities, verdicts, valid, preference.decode_backends)
 
     def serving(self, role: Role, page_size: int, layout: KVLayout) -> list[Verdict]:
         """The backends of a role that may be chosen and take such pages, best first."""
@@ -154,9 +161,11 @@ class _Contest:
         ]
 
     def pair(self, page_size: int, layout: KVLayout) -> _Pair | None:
-        """The best two that take such pages."""
-        prefills = self.serving("prefill", page_size, layout)
-        for decode in self.serving("decode", page_size, layout):
+        """The best two that take such pages; none where not all that were asked for by name do."""
+        decodes, prefills = (self.serving(role, page_size, layout) for role in ("decode", "prefill"))
+        if len(decodes) < len(self.asked):
+            return None
+        for decode in decodes:
             for prefill in prefills:
                 if self.spec.deterministic and decode.name != prefill.name:
                     continue  # a row's backend, and so its bits, would depend on whether its batch-mates decode
@@ -179,28 +188,6 @@ class _Contest:
 
         table = LoadTable.of(lambda load: min(names, key=lambda name: (-priority(name, load), name)))
         return table if len(table.backends()) > 1 else None
-
-
-def _pagings(
-    contests: Sequence[_Contest], candidates: Candidates, preference: Preference
-) -> Iterator[tuple[int, KVLayout]]:
-    """Page sizes and layouts worth trying: where sets of page sizes meet, they meet in one of these."""
-    serving = [contest.capabilities[v.name] for contest in contests for role in ROLES for v in contest.valid[role]]
-    sets = [*(c.page_sizes for c in serving), *(a.page_sizes for a in candidates.allocators.values())]
-    multiples = {numbers.multiple_of for numbers in sets if numbers.values is None}
-    sizes = {
-        *_USUAL_PAGE_SIZES,
-        *(c.preferred_page_size for c in serving if c.preferred_page_size is not None),
-        *(size for numbers in sets for size in numbers.values or (numbers.example(),)),
-        *(math.lcm(*pair) for pair in combinations(multiples, 2)),
-    }
-    if preference.page_size is not None:
-        sizes = {preference.page_size}
-    layouts = dict.fromkeys(layout for c in serving for layout in c.layouts)
-    for size in sorted(sizes):
-        for layout in layouts:
-            if preference.layout in (None, layout):
-                yield size, layout
 
 
 def _named_or_best(
@@ -247,7 +234,14 @@ def _refusal(
     return "\n".join([head, *lines, *problems, tail])
 
 
-def _disagreement(contests: Sequence[_Contest], pools: Sequence[str], allocators: Sequence[str]) -> str:
+def _disagreement(
+    contests: Sequence[_Contest],
+    pools: Sequence[str],
+    allocators: Sequence[str],
+    platform: Platform,
+    candidates: Candidates,
+    preference: Preference,
+) -> str:
     lines = []
     for contest in contests:
         for role in ROLES:
@@ -257,13 +251,26 @@ def _disagreement(contests: Sequence[_Contest], pools: Sequence[str], allocators
                 for c in [contest.capabilities[v.name]]
             ]
             lines.append(f"  {role} of [{contest.spec}]: {', '.join(paging)}")
-    deterministic = any(contest.spec.deterministic for contest in contests)
+    if any(contest.spec.deterministic for contest in contests):
+        lines.append("With deterministic, one backend must fill both roles.")
+    remedy = "Install a plugin with a backend, a pool or an allocator that fits, or ask for less."
+    free = replace(preference, page_size=None, layout=None, prefill_backend=None, decode_backends=())
+    if free != preference:
+        with contextlib.suppress(NoBackendError):
+            found = next(iter(select_layers([c.spec for c in contests], platform, candidates, free).values()))
+            remedy = (
+                f"Valid here: page_size={found.page_size}, layout={found.layout!r} with prefill_backend="
+                f"{found.prefill!r}, decode_backend={found.decode!r}."
+            )
+    sizes = ", ".join(f"{name} (page size {candidates.allocators[name].page_sizes})" for name in allocators)
+    layouts = ", ".join(f"{name} (layout {', '.join(candidates.pools[name].layouts)})" for name in pools)
     return "\n".join(
         [
-            f"No prefill and decode backend on {contests[0].platform} agree on page size and layout with each other, a "
-            f"pool ({', '.join(pools)}) and an allocator ({', '.join(allocators)}).",
+            f"No prefill and decode backend on {platform} agree on page size and layout with each other, a pool and an "
+            "allocator.",
             *lines,
-            *(["With deterministic, one backend must fill both roles."] if deterministic else []),
-            "Give another page_size or backend.",
+            f"  pools: {layouts}",
+            f"  allocators: {sizes}",
+            remedy,
         ]
     )

@@ -165,7 +165,8 @@ class Selection:
             if verdict.reasons:
                 texts.append("; ".join(map(str, verdict.reasons)))
             elif name in asked:
-                texts.append(f"valid and asked for, but {chosen} has the higher priority for every batch")
+                better = " or ".join(self.backends(verdict.role))
+                texts.append(f"valid and asked for, but for every batch {better} has the higher priority")
             elif asked:
                 texts.append(f"valid, but {' and '.join(asked)} was asked for")
             elif verdict.priority > self._verdict(chosen, verdict.role).priority:
@@ -199,34 +200,37 @@ class Selection:
             "spec": self.spec.to_json(),
             "device": self.platform.to_json(),
             "choice": self.choice_json(),
-            "backends": backends_json(self.verdicts),
+            "backends": backends_json([self.verdicts]),
         }
 
 
-def backends_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One object a backend, in order of appearance: what it is, and its verdict in each role.
+def backends_json(kinds: Sequence[Sequence[Verdict]]) -> list[dict[str, Any]]:
+    """One object a backend, in order of appearance.
 
-    A backend is valid when it is in at least one role; each reason says which role it is against.
+    kinds: the verdicts for each kind of a model's layers, by number. A backend is `valid` when it is in at least one
+    role for at least one kind; `roles` says where and with which priority, each reason where not.
     """
     backends: dict[str, dict[str, Any]] = {}
-    for verdict in verdicts:
-        backend = backends.setdefault(
-            verdict.name,
-            {
-                "name": verdict.name,
-                "distribution": verdict.distribution,
-                "valid": False,
-                "installed": verdict.installed,
-                "status": verdict.status,
-                "priority": {},
-                "reasons": [],
-            },
-        )
-        if not verdict.reasons:
-            backend["valid"] = True
-            backend["priority"][verdict.role] = verdict.priority
-        backend["reasons"] += [
-            {"role": verdict.role, "field": r.field, "wanted": r.wanted, "supported": r.supported, "remedy": r.remedy}
-            for r in verdict.reasons
-        ]
+    for kind, verdicts in enumerate(kinds):
+        for verdict in verdicts:
+            backend = backends.setdefault(
+                verdict.name,
+                {
+                    "name": verdict.name,
+                    "distribution": verdict.distribution,
+                    "valid": False,
+                    "installed": verdict.installed,
+                    "status": verdict.status,
+                    "roles": [],
+                    "reasons": [],
+                },
+            )
+            where = {"layer_kind": kind, "role": verdict.role}
+            if not verdict.reasons:
+                backend["valid"] = True
+                backend["roles"].append({**where, "priority": verdict.priority})
+            backend["reasons"] += [
+                {**where, "field": r.field, "wanted": r.wanted, "supported": r.supported, "remedy": r.remedy}
+                for r in verdict.reasons
+            ]
     return list(backends.values())

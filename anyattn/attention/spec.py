@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class AttentionSpec:
     def from_hf_config(
         cls, config: str | os.PathLike[str] | dict[str, Any], tp: int = 1, *, dtype: Any = None, kv_dtype: Any = "auto"
     ) -> tuple[AttentionSpec, ...]:
-        """A spec for each layer of a Hugging Face model, as `create_runtime` takes them; kinds: `dict.fromkeys(specs)`.
+        """A spec for each layer of a Hugging Face model, as `create_runtime` takes them. `layer_kinds` groups them.
 
         config: path of a config.json or of its folder, or its contents. Of a multimodal model, the language model's.
         tp: degree of tensor parallelism; the specs are those of one of `tp` devices.
@@ -247,3 +248,11 @@ class AttentionSpec:
                 if value != field.default:
                     shown.append(f"{field.name}={value.name.lower() if field.name == 'graph' else value}")
         return ", ".join(shown)
+
+
+def layer_kinds(specs: Iterable[AttentionSpec]) -> dict[AttentionSpec, list[int]]:
+    """The layers of each distinct spec, by number, in order of appearance."""
+    kinds: dict[AttentionSpec, list[int]] = {}
+    for number, spec in enumerate(specs):
+        kinds.setdefault(spec, []).append(number)
+    return kinds

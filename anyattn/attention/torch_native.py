@@ -67,6 +67,7 @@ class TorchNativeBackend(AttentionBackend):
     """Gathers each sequence's pages and attends with torch."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
+        packages=("torch>=2.9",),
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES | FP8_DTYPES,
         any_head_dim_pair=True,

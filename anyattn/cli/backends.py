@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from anyattn.attention.presets import PRESETS
 from anyattn.attention.selection import Selection, Verdict, backends_json
-from anyattn.attention.spec import AttentionSpec
+from anyattn.attention.spec import AttentionSpec, layer_kinds
 from anyattn.cli.output import section, show, show_json
 from anyattn.dry_run import Survey, survey
 from anyattn.plugins.isolation import stdout_on_stderr
@@ -98,8 +99,8 @@ def backends(
 
 
 def _layers(model: str, tp: int, dtype: str | None, kv_dtype: str) -> tuple[AttentionSpec, ...]:
-    """A preset's layers, or a config's where there is such a file."""
-    if Path(model).exists() or "/" in model or model.endswith(".json"):
+    """A preset's layers, or those of a config.json."""
+    if model not in PRESETS and (os.sep in model or Path(model).exists() or model.endswith(".json")):
         return AttentionSpec.from_hf_config(model, tp, dtype=dtype, kv_dtype=kv_dtype)
     return AttentionSpec.from_preset(model, tp, dtype=dtype, kv_dtype=kv_dtype)
 
@@ -119,31 +120,16 @@ def _layout(name: str | None) -> KVLayout | None:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Layers of one spec."""
-
-    spec: AttentionSpec
-    layers: list[int]
-
-    @property
-    def title(self) -> str:
-        """The layers by number, stretches joined: "0-4, 6-10"."""
-        firsts = [number for number in self.layers if number - 1 not in self.layers]
-        lasts = [number for number in self.layers if number + 1 not in self.layers]
-        return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
-
-
-def _kinds(found: Survey) -> list[_Kind]:
-    return [
-        _Kind(spec, [number for number, layer in enumerate(found.layers) if layer == spec])
-        for spec in dict.fromkeys(found.layers)
-    ]
+def _stretches(layers: Sequence[int]) -> str:
+    """Layers by number, stretches joined: "0-4, 6-10"."""
+    firsts = [number for number in layers if number - 1 not in layers]
+    lasts = [number for number in layers if number + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def _document(found: Survey, model: str | None, tp: int) -> dict[str, Any]:
     """choice: of the layers of kind 0; `choices` has every kind's, which differ in their backends at most."""
-    kinds = _kinds(found)
+    kinds = layer_kinds(found.layers)
     choices = [selection.choice_json() for selection in found.selections.values()]
     return {
         "device": None if found.device is None else found.device.to_json(),
@@ -151,26 +137,18 @@ def _document(found: Survey, model: str | None, tp: int) -> dict[str, Any]:
             "name": model,
             "tp": tp,
             "num_layers": len(found.layers),
-            "layer_kinds": [{"layers": kind.layers, "spec": kind.spec.to_json()} for kind in kinds],
+            "layer_kinds": [{"layers": layers, "spec": spec.to_json()} for spec, layers in kinds.items()],
         },
         "choice": choices[0] if choices else None,
         "choices": choices,
         "error": None if found.error is None else str(found.error),
-        "backends": _backends([backends_json(found.verdicts.get(kind.spec, ())) for kind in kinds]),
-        "problems": [*found.detection.problems, *found.plugin_problems],
+        "backends": backends_json([found.verdicts.get(spec, ()) for spec in kinds]),
+        "problems": _problems(found),
     }
 
 
-def _backends(kinds: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One object a backend for all kinds of layers: valid when it is for each, every reason with the kind's number."""
-    merged: dict[str, dict[str, Any]] = {}
-    for number, backends in enumerate(kinds):
-        for backend in backends:
-            reasons = [{"layer_kind": number, **reason} for reason in backend["reasons"]]
-            whole = merged.setdefault(backend["name"], {**backend, "reasons": []})
-            whole["valid"] = whole["valid"] and backend["valid"]
-            whole["reasons"] += reasons
-    return list(merged.values())
+def _problems(found: Survey) -> list[str]:
+    return list(dict.fromkeys([*found.detection.problems, *found.candidates.problems, *found.plugin_problems]))
 
 
 def _report(found: Survey, model: str | None, tp: int) -> None:
@@ -179,20 +157,20 @@ def _report(found: Survey, model: str | None, tp: int) -> None:
     if model is not None:
         layers = "1 layer" if len(found.layers) == 1 else f"{len(found.layers)} layers"
         show(f"model     {model}, {layers}, tensor parallel {tp}")
-    show()
-    kinds = _kinds(found)
-    for kind in kinds:
-        if verdicts := found.verdicts.get(kind.spec):
-            selection = found.selections.get(kind.spec)
-            which = "" if len(kinds) == 1 else f"layers {kind.title}: "
-            show(Text(f"{which}{kind.spec}", style="bold"))
+    kinds = layer_kinds(found.layers)
+    for spec, numbers in kinds.items():
+        if verdicts := found.verdicts.get(spec):
+            selection = found.selections.get(spec)
+            which = "" if len(kinds) == 1 else f"layers {_stretches(numbers)}: "
+            show()
+            show(Text(f"{which}{spec}", style="bold"))
             show(_table(verdicts, selection))
             show()
             if refusals := _refusals(verdicts):
                 section("refused", refusals)
             if selection is not None:
                 section("choice", (tuple(line.split(None, 1)) for line in selection.summary()))  # type: ignore[misc]
-    if problems := [*found.detection.problems, *found.plugin_problems]:
+    if problems := _problems(found):
         section("problems", (("-", problem) for problem in problems))
 
 

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
+from anyattn.arguments import checked_preference
 from anyattn.attention.spec import AttentionSpec
 from anyattn.cli.output import gibibytes, installed_version, section, show, show_json
-from anyattn.dry_run import Survey, survey
-from anyattn.discovery import detect
+from anyattn.discovery import SIMULATED, plugin_manager
+from anyattn.dry_run import Survey, survey_layers
 from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
 from anyattn.plugins.isolation import stdout_on_stderr
-from anyattn.settings import misspelled_variables
+from anyattn.settings import Settings, misspelled_variables
 
 USUAL_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
 """Llama 3 8B's layers: what a machine that runs language models at all can be expected to serve."""
@@ -33,13 +34,18 @@ def doctor(
     The exit code is 0 when it can: a device is usable and a backend serves the layers of a usual model on it.
     Otherwise the commands that would help are printed. Nothing is imported to find out what is installed.
     """
+    settings = Settings.from_env()
+    wanted = settings.platform or ""
     with stdout_on_stderr():  # a plugin may print when it is imported
-        found = survey(USUAL_SPEC)
-    if found.device is not None and found.device.simulated:
-        error = NoDeviceError(f"{found.device} is simulated: unset ANYATTN_PLATFORM to hear about this machine.")
-        found = dataclasses.replace(
-            found, detection=detect(), device=None, verdicts={}, selections={}, error=error
+        found = survey_layers(
+            (USUAL_SPEC,),
+            None if wanted.startswith(SIMULATED) else settings.platform,
+            checked_preference(settings),
+            plugin_manager(settings),
         )
+    if wanted.startswith(SIMULATED):
+        error = NoDeviceError(f"ANYATTN_PLATFORM is {wanted}, on which nothing runs: unset it, or name a device above.")
+        found = dataclasses.replace(found, device=None, verdicts={}, selections={}, error=error)
     if as_json:
         show_json(_document(found))
     else:

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from anyattn.cli.output import error_console, gibibytes, show, show_json
-from anyattn.discovery import detect, find_device, plugin_manager, require_real
+from anyattn.discovery import detect, find_device, plugin_manager, require_usable
 from anyattn.errors import AnyattnError, NoBackendError
 from anyattn.platforms.base import Platform
 from anyattn.plugins.isolation import stdout_on_stderr
@@ -114,7 +114,7 @@ def _usable_device(plugins: PluginManager, wanted: str | None) -> Platform:
     if missing:
         lacking = ", ".join(f"{reason.wanted} ({reason.supported})" for reason in missing)
         raise AnyattnError(f"generate needs {lacking}: {missing[0].remedy}")
-    return require_real(find_device(plugins, wanted, detection))
+    return require_usable(find_device(plugins, wanted, detection))
 
 
 def _check_names(plugins: PluginManager, *wanted: str | None) -> None:

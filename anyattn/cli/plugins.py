@@ -21,7 +21,7 @@ def plugins(
 ) -> None:
     """Show every plugin, what it offers, and what failed.
 
-    All that is offered is imported, and no probe is run. The exit code is 0 when nothing failed and nothing that
+    All that is offered is imported, and the probes are run. The exit code is 0 when nothing failed and nothing that
     ANYATTN_PLUGINS names is missing.
     """
     with stdout_on_stderr():  # a plugin may print when it is imported

@@ -43,10 +43,6 @@ class AllocatorCapabilities:
         return reasons
 
 
-ANOTHER_POOL = "name another pool"
-"""The remedy where only another pool helps; selection, which knows them, puts a name into it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCapabilities:
     """What a KV pool stores. `device_kinds` None means every kind."""
@@ -67,7 +63,11 @@ class PoolCapabilities:
         reasons = _device_reasons(self.device_kinds, device_kind)
         if mla != self.mla:
             kinds = {True: "MLA latents", False: "keys and values of heads"}
-            reasons.append(Reason(field="mla", wanted=kinds[mla], supported=kinds[self.mla], remedy=ANOTHER_POOL))
+            reasons.append(
+                Reason(
+                    field="mla", wanted=kinds[mla], supported=kinds[self.mla], remedy="name another pool", another=True
+                )
+            )
         if kv_dtype not in self.kv_dtypes:
             supported = sorted(self.kv_dtypes)
             reasons.append(

@@ -222,9 +222,9 @@ def _torch_problems() -> list[str]:
             wanted = str(requirement.specifier)
             # Compared without the build's label: torch-npu may ask for "+cpu", which builds for Arm need not carry.
             if installed not in SpecifierSet(re.sub(r"\+[\w.]+", "", wanted)):
-                index = " --extra-index-url https://download.pytorch.org/whl/cpu" if "+cpu" in wanted else ""
+                where = ' from the index for CPU builds that PyTorch\'s "Start Locally" page gives'
                 return [
                     f"torch-npu {version} is made for torch{wanted}, but torch {build.version} is installed; run "
-                    f'`pip install "torch{wanted}"{index}`'
+                    f'`pip install "torch{wanted}"`{where if "+cpu" in wanted else ""}'
                 ]
     return []

@@ -55,9 +55,9 @@ class Platform:
     """Why the torch that is installed here cannot drive the device; empty when nothing speaks against it."""
 
     def backends(self, spec: AttentionSpec | None = None) -> tuple[str, ...]:
-        """Names of the attention backends that are valid on this device, best first; those of plugins too.
+        """Names of the attention backends that are valid on this device, those of plugins too.
 
-        spec: they also have to serve these layers, in at least one role.
+        spec: they also have to serve these layers, in at least one role; then the best is first, otherwise by name.
         """
         # The one place where facts lead on to what can be done with them: for people at a prompt. The import waits for
         # the call, because everything else is built on this file.

@@ -18,10 +18,24 @@ from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.types import GraphLevel
 
 _ARCH_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
-_VENDOR_IDS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x61": "apple"}
+_VENDOR_IDS = {
+    **{"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x46": "fujitsu", "0x48": "huawei"},
+    **{"0x4e": "nvidia", "0x51": "qualcomm", "0x61": "apple", "0xc0": "ampere"},
+}
 """x86 vendor strings, and Arm implementer codes (MIDR_EL1; arch/arm64/include/asm/cputype.h in Linux)."""
-_ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
-"""Part numbers of implementer 0x41, from the same header; /proc/cpuinfo gives no model name on Arm."""
+_ARM_PARTS = {
+    ("0x41", "0xd0c"): "Arm Neoverse N1",
+    ("0x41", "0xd40"): "Arm Neoverse V1",
+    ("0x41", "0xd49"): "Arm Neoverse N2",
+    ("0x41", "0xd4f"): "Arm Neoverse V2",
+    ("0x41", "0xd84"): "Arm Neoverse V3",
+    ("0x41", "0xd8e"): "Arm Neoverse N3",
+    ("0x46", "0x001"): "Fujitsu A64FX",
+    ("0x48", "0xd01"): "HiSilicon TSV110 (Kunpeng 920)",
+    ("0xc0", "0xac3"): "AmpereOne",
+    ("0xc0", "0xac4"): "AmpereOne",
+}
+"""By implementer and part, from the same header; /proc/cpuinfo gives no model name on Arm."""
 
 _FEATURES = frozenset(
     {"avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"}
@@ -87,7 +101,7 @@ def probe() -> ProbeResult:
         collective="gloo",
         graph=GraphLevel.NEVER,
         triton=False,
-        status="run on hardware",
+        status="run on hardware" if (platform.system(), arch) == ("Linux", "x86_64") else "contract-tested",
         problems=() if host.torch_build() else ('torch is not installed; run `pip install "anyattn[cpu]"`',),
     )
     return ProbeResult(devices=(device,), problems=tuple(problems))
@@ -119,8 +133,9 @@ def _model_from_cpuinfo() -> _Model:
         raise ValueError("/proc/cpuinfo lists none")
     implementer, part = facts.get("CPU implementer"), facts.get("CPU part", "")
     name = facts.get("model name", "")
-    if not name and implementer == "0x41":
-        name = f"Arm {_ARM_PARTS.get(part, f'part {part}')}"
+    if not name and implementer is not None:
+        maker = _VENDOR_IDS.get(implementer, f"implementer {implementer}")
+        name = _ARM_PARTS.get((implementer, part), f"{maker.capitalize()} part {part}")
     vendor = _VENDOR_IDS.get(facts.get("vendor_id") or implementer or "", "unknown")
     return _Model(vendor=vendor, name=name, features=_FEATURES & set(flags.split()))
 

@@ -15,10 +15,15 @@ from typing import Any
 from anyattn.platforms import cuda_driver, cuda_files, cuda_nvml, host
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.platforms.cuda_visible import UUID_PREFIXES, Unit, visible_units
-from anyattn.types import GraphLevel, Status
+from anyattn.types import GraphLevel
 
 Facts = dict[str, Any]
 """Fields of Platform by their names: what a source tells of one device."""
+
+_RUN_ON = frozenset({(9, 0)})
+"""Compute capabilities where what NVML tells was held against torch on hardware, whole GPUs only."""
+
+_INSTALL = 'run `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
 
 _TRITON_MINIMUM = (7, 0)
 """Compute capability from which torch lets Triton compile (`torch.utils._triton.has_triton`)."""
@@ -48,7 +53,7 @@ def _by_nvml() -> ProbeResult:
         found, trouble = _shown(units, partial(cuda_nvml.facts, nvml))
         driver_version, cuda_version = cuda_nvml.versions(nvml)
     runtime_version, device_problems = _torch_facts(cuda_version)
-    devices = _devices(found, "run on hardware", driver_version, runtime_version, device_problems)
+    devices = _devices(found, _RUN_ON, driver_version, runtime_version, device_problems)
     return ProbeResult(devices=devices, problems=(*problems, *trouble))
 
 
@@ -75,7 +80,7 @@ def _without_nvml(reason: str) -> ProbeResult:
         runtime_version, device_problems = _torch_facts(None)
         device_problems += (f"the CUDA driver, which torch needs, {error}",)
     # Only NVML's answers were ever held against torch's on hardware.
-    devices = _devices(found, "contract-tested", cuda_files.driver_version(), runtime_version, device_problems)
+    devices = _devices(found, frozenset(), cuda_files.driver_version(), runtime_version, device_problems)
     return ProbeResult(devices=devices, problems=tuple(problems))
 
 
@@ -105,7 +110,7 @@ def _shown(units: list[Unit], tell: Callable[[Unit], Facts]) -> tuple[list[Facts
 
 def _devices(
     found: Iterable[Facts],
-    status: Status,
+    run_on: frozenset[tuple[int, int]],
     driver_version: str | None,
     runtime_version: str | None,
     problems: tuple[str, ...],
@@ -113,6 +118,7 @@ def _devices(
     devices = []
     for facts in found:
         major, minor = facts["compute_capability"]
+        whole = not (facts["uuid"] or "").startswith("MIG-")
         devices.append(
             Platform(
                 kind="cuda",
@@ -124,7 +130,7 @@ def _devices(
                 collective="nccl",
                 graph=GraphLevel.ALWAYS,
                 triton=(major, minor) >= _TRITON_MINIMUM,
-                status=status,
+                status="run on hardware" if (major, minor) in run_on and whole else "contract-tested",
                 problems=problems,
                 **facts,
             )
@@ -137,23 +143,14 @@ def _torch_facts(cuda_version: tuple[int, int] | None) -> tuple[str | None, tupl
 
     cuda_version: the newest CUDA that the driver knows; None when that could not be told.
     """
-    build = host.torch_build()
-    if build is None:
-        return None, ('torch is not installed; run `pip install "anyattn[cuda]"`',)
-    if build.lacks("cuda"):
-        problem = (
-            f"the installed torch {build.version} was built without CUDA; run `pip uninstall torch`, "
-            'then `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
-        )
-        return None, (problem,)
-    runtime_version = build.runtimes.get("cuda")
+    runtime_version, problems = host.torch_facts("cuda", "CUDA", _INSTALL)
     major = (runtime_version or "").partition(".")[0]
     # Within a major version newer programs run on older drivers (NVIDIA, "CUDA Compatibility").
     if cuda_version is not None and major.isdigit() and int(major) > cuda_version[0]:
         known = ".".join(map(str, cuda_version))
         problem = (
-            f"the installed torch {build.version} was built for CUDA {runtime_version}, but the driver knows CUDA "
-            f'{known} and older; update the driver, or take the torch for it from PyTorch\'s "Start Locally" page'
+            f"the installed torch was built for CUDA {runtime_version}, but the driver knows CUDA {known} and older; "
+            'update the driver, or take the torch for it from PyTorch\'s "Start Locally" page'
         )
-        return runtime_version, (problem,)
-    return runtime_version, ()
+        return runtime_version, (*problems, problem)
+    return runtime_version, problems

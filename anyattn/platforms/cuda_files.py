@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 from anyattn.platforms import host
@@ -50,7 +48,7 @@ def sign() -> str | None:
 def missing_driver() -> tuple[str, ...]:
     """Where there is no sign of a driver: what keeps a GPU on the PCI bus from use. Empty when there is no such GPU."""
     for device in host.pci_devices(_NVIDIA):
-        driver = _kernel_driver(device.folder)
+        driver = host.kernel_driver(device)
         if device.class_id >> 16 != _DISPLAY or driver == "vfio-pci":  # vfio-pci: lent to a virtual machine
             continue
         gpu = f"an NVIDIA GPU is on the PCI bus ({device.address})"
@@ -59,14 +57,6 @@ def missing_driver() -> tuple[str, ...]:
         held = "; Linux's nouveau drives it, which has no CUDA" if driver == "nouveau" else ""
         return (f"{gpu}, but NVIDIA's driver is not installed or not loaded{held}; install it and reboot",)
     return ()
-
-
-def _kernel_driver(folder: Path) -> str | None:
-    """The kernel driver that a PCI device is bound to."""
-    try:
-        return Path(os.readlink(folder / "driver")).name
-    except OSError:
-        return None
 
 
 def driver_version() -> str | None:

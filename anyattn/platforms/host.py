@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def pci_devices(vendor_id: int) -> list[PciDevice]:
     return found
 
 
+def kernel_driver(device: PciDevice) -> str | None:
+    """The kernel driver that a PCI device is bound to, by its module's name; None when there is none."""
+    try:
+        return Path(os.readlink(device.folder / "driver")).name
+    except OSError:
+        return None
+
+
 def _hexadecimal(path: Path) -> int | None:
     try:
         return int(read(path) or "", 16)
@@ -104,3 +113,17 @@ def torch_build() -> TorchBuild | None:
                     values[ast.unparse(target)] = node.value.value
     runtimes: dict[str, str | None] = {name: values[name] for name in ("cuda", "hip", "xpu") if name in values}
     return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes)
+
+
+def torch_facts(runtime: str, called: str, install: str) -> tuple[str | None, tuple[str, ...]]:
+    """The version of a runtime that the installed torch was built for, and why that torch cannot drive a device.
+
+    runtime: torch's own name of it. called: its name for people. install: what to do to get a torch that has it.
+    """
+    build = torch_build()
+    if build is None:
+        return None, (f"torch is not installed; {install}",)
+    if build.lacks(runtime):
+        problem = f"the installed torch {build.version} was built without {called}; run `pip uninstall torch`, then "
+        return None, (f"{problem}{install}",)
+    return build.runtimes.get(runtime), ()

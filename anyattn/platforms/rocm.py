@@ -49,7 +49,7 @@ def _probe() -> ProbeResult:
     if not gpus:
         return ProbeResult(problems=_why_none(num_hidden))
     shown, problems = visible_gpus([gpu.uuid for gpu in gpus], os.environ)
-    runtime_version, torch_problems = _torch_facts()
+    runtime_version, torch_problems = host.torch_facts("hip", "ROCm", _INSTALL)
     device_problems = _access_problems(gpus) + torch_problems
     devices = tuple(
         Platform(
@@ -175,14 +175,3 @@ def _driver_version() -> str | None:
     """Of AMD's own amdgpu package; the driver that comes with Linux has no version but Linux's."""
     kernel = host.read("proc/sys/kernel/osrelease")
     return host.read("sys/module/amdgpu/version") or (f"Linux {kernel}" if kernel else None)
-
-
-def _torch_facts() -> tuple[str | None, tuple[str, ...]]:
-    """The HIP version that the installed torch was built for, and why that torch cannot drive a GPU here."""
-    build = host.torch_build()
-    if build is None:
-        return None, (f"torch is not installed; {_INSTALL}",)
-    if build.lacks("hip"):
-        found = f"the installed torch {build.version} was built without ROCm, which this GPU needs"
-        return None, (f"{found}; run `pip uninstall torch`, {_INSTALL}",)
-    return build.runtimes.get("hip"), ()

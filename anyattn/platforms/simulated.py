@@ -6,7 +6,6 @@ device (driver, free memory) is unknown. Graph, Triton, collectives and status a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from anyattn.platforms.base import Platform
@@ -34,7 +33,7 @@ def _nvidia(short_name: str, name: str, capability: tuple[int, int], *, num_core
         collective="nccl",
         graph=GraphLevel.ALWAYS,
         triton=True,
-        status="run on hardware",
+        status="run on hardware" if capability == (9, 0) else "contract-tested",
     )
 
 
@@ -135,9 +134,3 @@ M3 = _device(
     collective="gloo",
     status="contract-tested",
 )
-
-DEVICES: Mapping[str, Platform] = {
-    device.torch_device.removeprefix("sim:"): device
-    for device in (H100, H200, A100, L40S, B200, RTX5090, MI300X, ASCEND910B, XEON_AMX, PVC, MTT_S5000, M3)
-}
-"""All of them, by the names after "sim:"."""

@@ -19,6 +19,7 @@ from anyattn.types import GraphLevel
 _INTEL, _DISPLAY = 0x8086, 0x03
 _DRIVERS = ("xe", "i915")
 _GUIDE = 'PyTorch\'s "Getting Started on Intel GPU"'
+_INSTALL = f'install it as {_GUIDE} says, then run `pip install "anyattn[xpu]"`'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def _probe() -> ProbeResult:
     visible, complaints = visible_units(cards, os.environ)
     if any(gpu.model is not None for gpu in gpus):
         problems += complaints
-    runtime_version, device_problems = _torch_facts()
+    runtime_version, device_problems = host.torch_facts("xpu", "XPU", _INSTALL)
     devices = []
     for index, unit in enumerate(visible):
         gpu = unit.card.handle
@@ -97,7 +98,7 @@ def _gpus() -> tuple[list[_Gpu], list[str]]:
     for pci in host.pci_devices(_INTEL):
         if pci.class_id >> 16 != _DISPLAY:
             continue
-        driver, model = _link(pci.folder / "driver"), MODELS.get(pci.device_id)
+        driver, model = host.kernel_driver(pci), MODELS.get(pci.device_id)
         if driver not in _DRIVERS:
             if driver is None and model is not None:
                 problems.append(
@@ -173,28 +174,8 @@ def _num_cores(model: Model, unit: Unit) -> int | None:
     return None if model.num_cores is None else model.num_cores * len(unit.tiles) // unit.card.num_tiles
 
 
-def _link(path: Path) -> str | None:
-    """The last name of where a link leads: the kernel driver of a PCI device."""
-    try:
-        return Path(os.readlink(path)).name
-    except OSError:
-        return None
-
-
 def _names(folder: Path) -> list[str]:
     """What a folder has, by name; nothing where it cannot be read."""
     with contextlib.suppress(OSError):
         return sorted(entry.name for entry in folder.iterdir())
     return []
-
-
-def _torch_facts() -> tuple[str | None, tuple[str, ...]]:
-    """The oneAPI version that the installed torch was built for, and why that torch cannot drive a GPU here."""
-    build = host.torch_build()
-    steps = f'install it as {_GUIDE} says, then run `pip install "anyattn[xpu]"`'
-    if build is None:
-        return None, (f"torch is not installed; {steps}",)
-    if build.lacks("xpu"):
-        problem = f"the installed torch {build.version} was built without XPU; run `pip uninstall torch`, {steps}"
-        return None, (problem,)
-    return build.runtimes.get("xpu"), ()

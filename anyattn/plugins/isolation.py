@@ -66,17 +66,13 @@ def run_side_by_side(functions: Sequence[Callable[[], Any]], limit_s: float) -> 
     for call in calls:
         if call.ident is not None:
             call.join(max(0.0, deadline - time.monotonic()))
-        late = Outcome(error=TimeLimitError(f"it did not end within {limit_s:g} s and is no longer waited for"))
+        late = Outcome(
+            error=TimeLimitError(
+                f"it did not end within {limit_s:g} s and is left behind; see whether the device's driver answers"
+            )
+        )
         outcomes.append(late if call.is_alive() else call.outcome)
     return outcomes
-
-
-def run_limited(function: Callable[[], Any], limit_s: float | None) -> Any:
-    """What the function returns. Raises what it raises, or TimeLimitError after `limit_s` seconds.
-
-    limit_s: None for no limit; the function then runs in the caller's thread.
-    """
-    return contained(function) if limit_s is None else run_side_by_side([function], limit_s)[0].result()
 
 
 def describe(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import pluggy
 from anyattn.errors import PluginLoadError, contained
 from anyattn.plugins import hookspecs
 from anyattn.plugins.installed import InstalledPlugin
-from anyattn.plugins.isolation import describe, run_limited
+from anyattn.plugins.isolation import describe
 from anyattn.plugins.records import is_name
 from anyattn.types import CONTRACT_VERSION
 
@@ -24,10 +24,10 @@ class _NotThereError(Exception):
     """What the entry point names does not exist."""
 
 
-def import_plugin(plugin: InstalledPlugin, limit_s: float | None) -> tuple[Any, Any]:
+def import_plugin(plugin: InstalledPlugin) -> tuple[Any, Any]:
     """The module or object that the entry point names, and what it states as its contract version.
 
-    limit_s: seconds that the import may take; None for no limit. Raises PluginLoadError.
+    Raises PluginLoadError.
     """
     who = plugin.owner
     if plugin.problem is not None:
@@ -40,7 +40,7 @@ def import_plugin(plugin: InstalledPlugin, limit_s: float | None) -> tuple[Any, 
         )
     module, attributes = parts
     try:
-        loaded, version = run_limited(lambda: _import(module, attributes), limit_s)
+        loaded, version = contained(_import, module, attributes)
     except _NotThereError as error:
         raise PluginLoadError(f"{who} cannot be imported: {error}: {_mend(plugin)}.") from error
     except ModuleNotFoundError as error:
@@ -99,13 +99,12 @@ def implemented_hooks(plugin: InstalledPlugin, loaded: Any) -> list[tuple[str, C
     return [(hook, call.function) for hook, call in found]
 
 
-def call_hook(function: Callable[[], Any], limit_s: float | None) -> dict[str, str]:
+def call_hook(function: Callable[[], Any]) -> dict[str, str]:
     """The names that a hook returns, with their dotted names.
 
-    limit_s: seconds that it may take; None for no limit. Raises TypeError for another result, TimeLimitError, and
-    whatever the hook raises.
+    Raises TypeError for another result, and whatever the hook raises.
     """
-    names: dict[str, str] = run_limited(lambda: _checked_names(function()), limit_s)
+    names: dict[str, str] = contained(lambda: _checked_names(function()))
     return names
 
 

@@ -27,8 +27,7 @@ class PluginManager:
     allow: names of entry points that may be loaded; None for all of them.
     strict: a plugin that fails raises PluginLoadError; otherwise the failure is kept in `problems` and `records`.
     entry_points: instead of those of the installed distributions.
-    time_limit_s: seconds that a plugin has for each import and hook, and all probes together have in `detect`. What
-        takes longer is a failure. Plugins are imported, and their hooks called, in threads other than the caller's.
+    time_limit_s: seconds that all probes together have in `detect`; one that takes longer is a failure.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class PluginManager:
     def load(self, offer: Offer) -> Any | None:
         """What the offer names, or None, and a problem, when it cannot be loaded."""
         try:
-            return offer.load(self._limit_s(offer.plugin))
+            return offer.load()
         except PluginLoadError as error:
             self.report(str(error), error, plugin=offer.plugin)
             return None
@@ -121,11 +120,10 @@ class PluginManager:
                 self._records[index] = dataclasses.replace(record, problems=(*record.problems, problem))
 
     def _register(self, plugin: InstalledPlugin) -> None:
-        """Imports a plugin and calls its hooks, in threads other than this one if it is not the built-in."""
-        limit_s = self._limit_s(plugin.name)
+        """Imports a plugin and calls its hooks."""
         stated = None
         try:
-            loaded, version = import_plugin(plugin, limit_s)
+            loaded, version = import_plugin(plugin)
             stated = version if is_contract_version(version) else None
             check_contract(plugin, version)
             hooks = implemented_hooks(plugin, loaded)
@@ -136,7 +134,7 @@ class PluginManager:
         failed: list[tuple[str, Exception]] = []
         for hook, function in hooks:
             try:
-                names = call_hook(function, limit_s)
+                names = call_hook(function)
             except Exception as error:
                 failed.append((f"{plugin.owner}: {hook} failed: {describe(error)}", error))
                 continue
@@ -167,10 +165,6 @@ class PluginManager:
             for rival in rivals[is_builtin:] if len(rivals) > 1 else ():
                 self.report(f"{kind} {name!r} is offered by {owners}; {kept}.", plugin=rival.plugin)
         return agreed
-
-    def _limit_s(self, plugin: str) -> float | None:
-        """None for what is built in: it is run in the caller's thread."""
-        return None if plugin == BUILTIN else self.time_limit_s
 
     def _fail(
         self,

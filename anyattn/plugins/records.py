@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from anyattn.errors import PluginLoadError
-from anyattn.plugins.isolation import describe, run_limited
+from anyattn.errors import PluginLoadError, contained
+from anyattn.plugins.isolation import describe
 
 BUILTIN = "anyattn"
 """Name of the plugin, and of the distribution, of what anyattn itself offers."""
@@ -69,13 +68,10 @@ class Offer:
         """The plugin and its distribution, for messages."""
         return owner(self.plugin, self.distribution, self.version)
 
-    def load(self, limit_s: float | None = None) -> Any:
-        """Imports and returns it. Raises PluginLoadError.
-
-        limit_s: seconds that the import may take, in a thread of its own; None for no limit, in this thread.
-        """
+    def load(self) -> Any:
+        """Imports and returns it. Raises PluginLoadError."""
         try:
-            return run_limited(functools.partial(_find, self.target), limit_s)
+            return contained(_find, self.target)
         except Exception as error:
             raise PluginLoadError(
                 f"{self.name!r} of {self.owner}: {self.target} cannot be imported: {describe(error)}"

@@ -29,7 +29,5 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
                 continue
             installed = f"{version or 'an unknown version'} is installed"
         wanted = f"anyattn[{extra}]" if extra else text
-        reasons.append(
-            Reason(field="package", wanted=text, supported=installed, remedy=f'pip install "{wanted}"')
-        )
+        reasons.append(Reason(field="package", wanted=text, supported=installed, remedy=f'pip install "{wanted}"'))
     return tuple(reasons)

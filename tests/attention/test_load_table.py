@@ -110,15 +110,30 @@ def test_those_named_share_the_role_and_no_others():
     assert found.prefill == "best"
     found = select(SPEC, CPU, some, Preference(decode_backends=("big", "best")))
     assert found.backends("decode") == ("best",)
-    assert "big: prefill: valid, with priority 50 | decode: valid and asked for, but best has the higher" in (
-        found.explain()
-    )
+    why_not = "decode: valid and asked for, but for every batch best has the higher priority"
+    assert f"big: prefill: valid, with priority 50 | {why_not}" in found.explain()
 
 
 def test_each_of_those_named_has_to_be_valid():
     some = candidates(backend("big", priority=50), backend("half", dtypes=frozenset({"float16"})))
     with pytest.raises(NoBackendError, match=r"'half' was asked for(.|\n)*Valid here: big"):
         select(SPEC, CPU, some, Preference(decode_backends=("big", "half")))
+
+
+def test_those_named_agree_on_pages_or_are_refused_together():
+    big = backend("big", priority=50, page_sizes=ints(16, 64))
+    some = candidates(big, backend("small", priority=small_batches, page_sizes=ints(64)))
+    found = select(SPEC, CPU, some, Preference(decode_backends=("big", "small")))
+    assert (found.page_size, found.backends("decode")) == (64, ("big", "small"))
+    some = candidates(big, backend("small", priority=small_batches, page_sizes=ints(48)))
+    with pytest.raises(NoBackendError, match=r"small \(page size 48;(.|\n)*Valid here: page_size=16"):
+        select(SPEC, CPU, some, Preference(decode_backends=("big", "small")))
+
+
+def test_several_named_ones_and_deterministic_rows_contradict_each_other():
+    both = candidates(backend("a", deterministic=True), backend("b", deterministic=True))
+    with pytest.raises(NoBackendError, match="come from one backend whatever the batch: name one"):
+        select(SPEC.replace(deterministic=True), CPU, both, Preference(decode_backends=("a", "b")))
 
 
 def test_a_priority_that_fails_for_some_loads_loses_them():

@@ -15,11 +15,12 @@ from anyattn.attention.select import select
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference
 from anyattn.discovery import candidates
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
-from anyattn.platforms.simulated import DEVICES
 from anyattn.plugins.manager import PluginManager
 from anyattn.types import ANY_INT, DTYPE_BYTES, FP8_DTYPES, KV_LAYOUTS, PHASES, IntSet, Reason, ints
 
-BUILTIN = candidates(PluginManager(entry_points=[]))
+PLUGINS = PluginManager(entry_points=[])
+BUILTIN = candidates(PLUGINS)
+DEVICES = {name: offer.load() for name, offer in PLUGINS.simulated_devices().items()}
 MISSING = Reason(field="package", wanted="kernels>=2", supported="not installed", remedy='pip install "anyattn[cuda]"')
 
 int_sets = st.one_of(
@@ -120,6 +121,10 @@ def specs(draw):
 
 preferences = st.builds(
     Preference,
+    prefill_backend=st.none() | st.none() | st.sampled_from("ab"),
+    decode_backends=st.just(()) | st.just(()) | st.lists(st.sampled_from("abc"), unique=True).map(tuple),
+    allocator=st.none() | st.none() | st.sampled_from("xy"),
+    pool=st.none() | st.none() | st.sampled_from("pq"),
     page_size=st.none() | st.sampled_from([16, 40, 64]),
     layout=st.none() | st.sampled_from(KV_LAYOUTS),
     installed_only=st.booleans(),
@@ -158,11 +163,17 @@ def test_each_printed_remedy_when_followed_removes_its_reason(spec, device, cand
     for verdict in verdicts:
         valid = [v.name for v in verdicts if v.role == verdict.role and not v.reasons]
         for reason in verdict.reasons:
-            if named := re.fullmatch(rf"set (?:{verdict.role}_)?backend=(.+)", reason.remedy):
-                names = [ast.literal_eval(name) for name in named[1].split(" or ")]
-                assert sorted(names) == sorted(valid)
+            if named := re.fullmatch(r"set (prefill_|decode_|)backend=(.+)", reason.remedy):
+                for name in map(ast.literal_eval, named[2].split(" or ")):
+                    prefill = name if named[1] != "decode_" else None
+                    decode = () if named[1] == "prefill_" else (name,)
+                    followed = dataclasses.replace(preference, prefill_backend=prefill, decode_backends=decode)
+                    assert name in select(spec, device, candidates, followed).backends(verdict.role)
             elif reason.remedy.startswith("nothing that is installed"):
-                assert not valid
+                for name in valid:  # each of them is alone with its pages, or has no partner
+                    role = {"prefill_backend": name} if verdict.role == "prefill" else {"decode_backends": (name,)}
+                    with pytest.raises(NoBackendError):
+                        select(spec, device, candidates, dataclasses.replace(preference, **role))
             elif reason.field == "priority":
                 assert reason.remedy == "report it to dist"
             else:
@@ -197,8 +208,8 @@ def test_the_choice_and_every_word_about_it_never_depend_on_load_order(spec, dev
     def answer(some):
         try:
             found = select(spec, device, some, preference)
-        except NoBackendError:
-            return None
+        except NoBackendError as refusal:
+            return str(refusal)
         return found.explain(), found.choice_json(), found.verdicts
 
     def shuffled(mapping):
@@ -231,9 +242,38 @@ def test_what_is_chosen_is_valid_in_its_role_and_takes_the_pages(spec, device, c
 
 
 @given(specs(), devices, offered(), preferences)
+def test_a_refusal_means_that_no_pages_at_all_would_have_done(spec, device, candidates, preference):
+    """Against brute force over every page size, for what is refused although each role has valid backends."""
+    try:
+        select(spec, device, candidates, preference)
+        return
+    except NoBackendError as refusal:
+        if "agree on page size" not in str(refusal):
+            return
+    declared = {candidate.name: candidate.capabilities for candidate in candidates.backends}
+    verdicts = [v for v in judge(spec, device, candidates, preference) if not v.reasons]
+    prefills, decodes = (
+        [v.name for v in verdicts if v.role == role and (not asked or v.name in asked)]
+        for role, asked in (("prefill", preference.backends("prefill")), ("decode", preference.decode_backends))
+    )
+    pools = [v.name for v in judge_pools(spec, device, candidates) if not v.reasons]
+    allocators = [v.name for v in judge_allocators(device, candidates, preference) if not v.reasons]
+    for size in [preference.page_size] if preference.page_size else range(1, 2049):
+        for layout in [preference.layout] if preference.layout else KV_LAYOUTS:
+            fits = [n for n, c in declared.items() if size in c.page_sizes and layout in c.layouts]
+            books = [n for n in allocators if preference.allocator in (None, n)]
+            takes = any(size in candidates.allocators[n].page_sizes for n in books)
+            holds = any(layout in candidates.pools[n].layouts for n in pools if preference.pool in (None, n))
+            left = [n for n in decodes if n in fits]
+            some = left if not preference.decode_backends else left * (len(left) == len(decodes))
+            pairs = [(d, p) for d in some for p in prefills if p in fits and (d == p or not spec.deterministic)]
+            assert not (takes and holds and pairs), (size, layout, pairs)
+
+
+@given(specs(), devices, offered(), preferences)
 def test_a_named_backend_is_chosen_or_refused_and_never_replaced(spec, device, candidates, preference):
     name = random.choice(candidates.backends).name
-    asked = dataclasses.replace(preference, prefill_backend=name, decode_backends=(name,))
+    asked = dataclasses.replace(preference, prefill_backend=name, decode_backends=(name,), pool=None, allocator=None)
     try:
         found = select(spec, device, candidates, asked)
     except NoBackendError:

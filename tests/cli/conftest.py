@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 
+from anyattn import Platform, ProbeResult, hookimpl
 from anyattn.cli import main
 
 
@@ -42,6 +45,41 @@ def anyattn(capsys) -> Callable[..., Ended]:
         return Ended(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Installs a plugin whose probes find these devices, and that offers these backends; its probes run `at_probe`."""
+
+    def install(
+        *devices: Platform,
+        problems: tuple[str, ...] = (),
+        backends: dict[str, type] | None = None,
+        at_probe: Callable[[], object] = lambda: None,
+    ) -> None:
+        def probe(kind):
+            at_probe()
+            found = tuple(device for device in devices if device.kind == kind)
+            return ProbeResult(devices=found, problems=problems)
+
+        kinds = dict.fromkeys([*(device.kind for device in devices), *(["nothing"] if problems or not devices else [])])
+        plugin = ModuleType("stranger")
+        offers = {
+            "anyattn_platforms": {kind: f"stranger:probe_{kind}" for kind in kinds},
+            "anyattn_attention_backends": {name: f"stranger:{name}" for name in backends or {}},
+        }
+        for hook, names in offers.items():
+            setattr(plugin, hook, hookimpl(specname=hook)(lambda names=names: names))
+        found = {f"probe_{kind}": functools.partial(probe, kind) for kind in kinds}
+        vars(plugin).update({"contract_version": 1, "__file__": "stranger.py", **found, **(backends or {})})
+        folder = tmp_path / "stranger-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text("[anyattn.plugins]\nstranger = stranger\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "stranger", plugin)
+
+    return install
 
 
 @pytest.fixture

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
+from anyattn import Platform
+from anyattn.attention.reference import ReferenceBackend
 from anyattn.types import STATUSES
 
 KEYS = {"device", "model", "choice", "choices", "error", "backends", "problems"}
-BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "priority", "reasons"}
+BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "roles", "reasons"}
 REASON_KEYS = {"layer_kind", "role", "field", "wanted", "supported", "remedy"}
 
 
@@ -54,7 +57,10 @@ def test_the_json_holds_the_device_the_spec_the_choice_and_all_verdicts(anyattn)
     assert parsed["error"] is None
     shown = {backend["name"]: backend for backend in parsed["backends"]}
     assert {"torch_native", "reference", "flashinfer"} <= shown.keys()
-    assert shown["torch_native"]["priority"] == {"prefill": 10, "decode": 10}
+    assert shown["torch_native"]["roles"] == [
+        {"layer_kind": 0, "role": "prefill", "priority": 10},
+        {"layer_kind": 0, "role": "decode", "priority": 10},
+    ]
     assert {reason["role"] for reason in shown["flashinfer"]["reasons"]} == {"prefill", "decode"}
     assert {reason["layer_kind"] for reason in shown["flashinfer"]["reasons"]} == {0}
 
@@ -127,23 +133,62 @@ def test_without_a_device_the_json_says_so(anyattn):
     assert "cuda:77" in parsed["error"]
 
 
-def test_reasons_are_neither_cut_nor_wrapped_in_a_pipe(anyattn, monkeypatch):
-    from anyattn.attention.reference import ReferenceBackend
-    from anyattn.attention.selection import BackendCandidate, Candidates
-    from anyattn.types import Reason
+def test_reasons_are_neither_cut_nor_wrapped_in_a_pipe(anyattn, monkeypatch, stranger):
+    class Long(ReferenceBackend):
+        capabilities = dataclasses.replace(ReferenceBackend.capabilities, features=frozenset({"word " * 500}))
 
-    long = Reason(field="f", wanted="w", supported=" ".join(["word"] * 500), remedy='pip install "anyattn[cpu]"')
-    candidate = BackendCandidate(
-        name="b", distribution="d", capabilities=ReferenceBackend.capabilities, missing=(long,)
-    )
+    stranger(backends={"Long": Long})
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(
-        "anyattn.dry_run.candidates", lambda plugins: Candidates(backends=[candidate], allocators={}, pools={})
-    )
+    monkeypatch.setenv("ANYATTN_ATTENTION_BACKEND", "Long")
     ended = anyattn("backends")
-    assert f"  b  {long}" in ended.out.splitlines()
-    assert str(long) in ended.err
+    assert any("word " * 499 in line for line in ended.out.splitlines())
+    assert "word " * 499 in ended.err
     assert not any(line.endswith(" ") for line in ended.out.splitlines())
+
+
+def test_a_device_that_torch_cannot_drive_is_told_of_and_judged_when_it_is_asked_for(anyattn, monkeypatch, stranger):
+    gpu = Platform(kind="gpu", vendor="v", name="GPU", arch="a1", torch_device="gpu:0", problems=("torch lacks it",))
+    stranger(gpu)
+    monkeypatch.delenv("ANYATTN_PLATFORM")
+    parsed = document(anyattn("backends", "--json"))
+    assert parsed["device"]["kind"] == "cpu"
+    assert any("gpu:0 (GPU, a1) cannot be used here: torch lacks it" in problem for problem in parsed["problems"])
+    ended = anyattn("backends", "--json", "--device", "gpu")
+    parsed = document(ended)
+    assert (ended.code, parsed["choice"], parsed["device"]["kind"]) == (1, None, "gpu")
+    assert {reason["field"] for backend in parsed["backends"] for reason in backend["reasons"]} >= {"device"}
+    assert not any(backend["valid"] for backend in parsed["backends"])
+
+
+def test_without_torch_every_backend_is_still_shown_with_what_it_lacks(isolated):
+    ended = isolated("from anyattn.cli import main; sys.exit(main(['backends']))", "torch")
+    assert ended.returncode == 1
+    assert "torch_native" in ended.stdout
+    assert 'package: wanted torch>=2.9, supported not installed; pip install "anyattn[cpu]"' in ended.stdout
+
+
+def test_every_preset_on_every_simulated_device_is_answered_without_torch_in_less_than_a_second_each(isolated):
+    """In CPU time, which other tests beside this one stretch less; the command waits for nothing."""
+    ended = isolated(
+        """
+        import contextlib, io, json, time
+        from anyattn.attention.presets import PRESETS
+        from anyattn.cli import main
+        from anyattn.plugins.manager import PluginManager
+        slowest = 0
+        for preset in PRESETS:
+            for device in PluginManager(entry_points=[]).simulated_devices():
+                page, start = io.StringIO(), time.process_time()
+                with contextlib.redirect_stdout(page):
+                    assert main(["backends", "--model", preset, "--device", f"sim:{device}", "--json"]) == 0
+                slowest = max(slowest, time.process_time() - start)
+                assert json.loads(page.getvalue())["choice"]["page_size"]
+        assert slowest < 1, slowest
+        assert "torch" not in sys.modules
+        """,
+        "torch",
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_model_with_several_kinds_of_layers_shows_each_kind_and_one_choice_of_pages(anyattn):

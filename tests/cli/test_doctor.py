@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from anyattn.discovery import Detection
+from anyattn.attention.reference import ReferenceBackend
 from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
 from anyattn.types import GraphLevel
@@ -31,7 +31,7 @@ KEYS = {
 }
 
 GPU = Platform(
-    kind="cuda",
+    kind="gpu",
     vendor="nvidia",
     name="NVIDIA H200",
     arch="sm90",
@@ -47,11 +47,6 @@ GPU = Platform(
     graph=GraphLevel.ALWAYS,
     triton=True,
 )
-
-
-def machine(monkeypatch, *devices: Platform, problems: tuple[str, ...] = ()) -> None:
-    """Makes detection find these."""
-    monkeypatch.setattr("anyattn.dry_run.detect", lambda plugins: Detection(devices=devices, problems=problems))
 
 
 def test_doctor_says_yes_on_a_usable_machine(anyattn):
@@ -75,14 +70,14 @@ def test_doctors_json_holds_every_part_of_the_answer(anyattn):
     assert {"anyattn", "torch", "triton", "transformers", "flashinfer-python"} <= document["versions"].keys()
 
 
-def test_doctor_shows_the_facts_of_an_accelerator(anyattn, monkeypatch):
+def test_doctor_shows_the_facts_of_an_accelerator(anyattn, monkeypatch, stranger):
     monkeypatch.delenv("ANYATTN_PLATFORM")
-    machine(monkeypatch, GPU)
+    stranger(GPU)
     out = anyattn("doctor").out
     for fact in ("NVIDIA H200", "sm90", "141.0 GiB, 140.0 GiB free", "132", "580.1", "13.0", "GPU-0", "nccl"):
         assert fact in out
     assert "multiprocessors" in out
-    assert "threads" not in out
+    assert "threads" not in out[: out.index("\n\n")]
 
 
 def test_doctor_says_no_when_the_device_asked_for_is_not_here(anyattn, monkeypatch):
@@ -105,77 +100,60 @@ def test_doctor_says_no_when_the_backend_asked_for_is_not_valid(anyattn, monkeyp
     assert "ANYATTN_ATTENTION_BACKEND" in ended.out
 
 
-def test_doctor_reports_problems_of_detection_and_of_plugins(anyattn, monkeypatch):
-    from anyattn import discovery
-
-    def broken(settings):
-        plugins = discovery.plugin_manager(settings)
-        plugins.report("plugin zoo cannot be imported")
-        return plugins
-
-    cpu = Platform(kind="cpu", vendor="x", name="x", arch="x86_64", torch_device="cpu")
-    machine(monkeypatch, cpu, problems=("NVML does not start",))
-    monkeypatch.setattr("anyattn.dry_run.plugin_manager", broken)
+def test_doctor_reports_problems_of_detection_and_of_plugins(anyattn, stranger):
+    stranger(problems=("the manager does not start",), backends={"zoo": int})
     document = json.loads(anyattn("doctor", "--json").out)
-    assert document["problems"] == ["NVML does not start"]
-    assert document["plugin_problems"] == ["plugin zoo cannot be imported"]
+    assert document["problems"] == ["the manager does not start"]
+    broken = "'zoo' of plugin stranger (stranger 1.0): stranger:zoo is no subclass of AttentionBackend."
+    assert document["plugin_problems"] == [broken]
     ended = anyattn("doctor")
     assert ended.code == 0
-    assert "NVML does not start" in ended.out
-    assert "plugin zoo cannot be imported" in ended.out
+    assert "the manager does not start" in ended.out
+    assert broken in ended.out
 
 
-def test_doctor_names_the_command_that_mends_an_unusable_device(anyattn, monkeypatch):
-    remedy = 'torch is not installed; run `pip install "anyattn[cpu]"`'
-    machine(
-        monkeypatch,
-        Platform(kind="cpu", vendor="x", name="x", arch="x86_64", torch_device="cpu", problems=(remedy,)),
-    )
+def test_doctor_names_the_command_that_mends_an_unusable_device(anyattn, monkeypatch, stranger):
+    remedy = 'torch is not installed; run `pip install "anyattn[gpu]"`'
+    monkeypatch.setenv("ANYATTN_PLATFORM", "gpu")
+    stranger(dataclasses.replace(GPU, problems=(remedy,)))
     ended = anyattn("doctor")
     assert ended.code == 1
-    assert f"cpu: {remedy}" in ended.out
-    assert json.loads(anyattn("doctor", "--json").out)["remedies"] == [f"cpu: {remedy}"]
+    assert f"cuda:0: {remedy}" in ended.out
+    assert json.loads(anyattn("doctor", "--json").out)["remedies"] == [f"cuda:0: {remedy}"]
 
 
-def test_doctor_names_the_command_that_adds_a_backend(anyattn, monkeypatch):
-    from anyattn.attention.reference import ReferenceBackend
-    from anyattn.attention.selection import BackendCandidate, Candidates
-    from anyattn.types import Reason
+def test_doctor_names_the_command_that_adds_a_backend(anyattn, stranger):
+    class Fast(ReferenceBackend):
+        capabilities = dataclasses.replace(ReferenceBackend.capabilities, packages=("fast-kernels>=2",))
 
-    missing = Reason(field="package", wanted="fast-kernels>=2", supported="not installed", remedy="pip install x")
-    fast = BackendCandidate(
-        name="fast", distribution="d", capabilities=ReferenceBackend.capabilities, missing=(missing,)
-    )
-    monkeypatch.setattr(
-        "anyattn.dry_run.candidates", lambda plugins: Candidates(backends=[fast], allocators={}, pools={})
-    )
+    stranger(backends={"Fast": Fast})
     document = json.loads(anyattn("doctor", "--json").out)
-    assert document["remedies"] == ["pip install x adds fast (fast-kernels>=2: not installed)"]
+    assert document["remedies"] == ['pip install "fast-kernels>=2" adds Fast (fast-kernels>=2: not installed)']
 
 
-def test_doctor_names_what_mends_a_better_device_than_the_one_in_use(anyattn, monkeypatch):
+def test_doctor_names_what_mends_a_better_device_than_the_one_in_use(anyattn, monkeypatch, stranger):
     monkeypatch.delenv("ANYATTN_PLATFORM")
-    gpu = dataclasses.replace(GPU, problems=("the installed torch was built without CUDA",))
-    machine(monkeypatch, gpu, Platform(kind="cpu", vendor="x", name="x", arch="x86_64", torch_device="cpu"))
+    stranger(dataclasses.replace(GPU, problems=("the installed torch was built without CUDA",)))
     document = json.loads(anyattn("doctor", "--json").out)
     assert document["device"]["kind"] == "cpu"
     assert "cuda:0: the installed torch was built without CUDA" in document["remedies"]
 
 
-def test_doctor_does_not_tell_to_give_up_a_usable_accelerator_for_another_one(anyattn, monkeypatch):
-    monkeypatch.delenv("ANYATTN_PLATFORM")
-    graphics = Platform(kind="rocm", vendor="amd", name="Radeon", arch="gfx1036", torch_device="cuda:0", problems=("x",))
-    machine(monkeypatch, GPU, graphics)
+def test_doctor_does_not_tell_to_give_up_a_usable_accelerator_for_another_one(anyattn, monkeypatch, stranger):
+    monkeypatch.setenv("ANYATTN_PLATFORM", "gpu")
+    stranger(GPU, dataclasses.replace(GPU, kind="graphics", torch_device="cuda:1", problems=("x",)))
     document = json.loads(anyattn("doctor", "--json").out)
-    assert document["device"]["kind"] == "cuda"
-    assert not any(remedy.startswith("cuda:0: x") for remedy in document["remedies"])
-    assert [device["problems"] for device in document["devices"]] == [[], ["x"]]
+    assert document["device"]["kind"] == "gpu"
+    assert not any(remedy.startswith("cuda:1: x") for remedy in document["remedies"])
+    problems = {device["kind"]: device["problems"] for device in document["devices"]}
+    assert (problems["gpu"], problems["graphics"]) == ([], ["x"])
 
 
 def test_doctor_tells_of_a_variable_that_nothing_reads_and_which_one_may_be_meant(anyattn, monkeypatch):
     monkeypatch.setenv("ANYATTN_ATENTION_BACKEND", "reference")
     problems = json.loads(anyattn("doctor", "--json").out)["problems"]
-    assert any("ANYATTN_ATENTION_BACKEND" in text and "is ANYATTN_ATTENTION_BACKEND meant?" in text for text in problems)
+    (problem,) = (text for text in problems if "ANYATTN_ATENTION_BACKEND" in text)
+    assert "is ANYATTN_ATTENTION_BACKEND meant?" in problem
 
 
 def test_doctor_speaks_of_this_machine_even_where_a_simulated_one_is_set(anyattn, monkeypatch):
@@ -183,7 +161,7 @@ def test_doctor_speaks_of_this_machine_even_where_a_simulated_one_is_set(anyattn
     ended = anyattn("doctor", "--json")
     document = json.loads(ended.out)
     assert (ended.code, document["ok"], document["device"]) == (1, False, None)
-    assert "unset ANYATTN_PLATFORM" in document["error"]
+    assert "unset it" in document["error"]
 
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -47,7 +50,7 @@ def test_a_setting_that_means_nothing_is_refused_by_name(anyattn, monkeypatch, c
         ["backends", "--page-size", "many"],
         ["backends", "--graph", "sometimes"],
         ["backends", "--layout", "DHN"],
-        ["backends", "--mla", "--head-dim", "128"],
+        ["backends", "--model", "deepseek-v3", "--head-dim", "128"],
         ["generate"],
         ["generate", "--prompt", "x", "--max-new-tokens", "0"],
         ["generate", "--prompt", "x", "--page-size", "-1"],
@@ -59,20 +62,21 @@ def test_wrong_usage_exits_2(anyattn, argv):
     assert "Usage: anyattn" in ended.err
 
 
-def test_an_interrupt_exits_130_quietly(anyattn, monkeypatch):
-    def interrupted(plugins):
-        raise KeyboardInterrupt
+def test_an_interrupt_exits_130_quietly(anyattn, stranger):
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
 
-    monkeypatch.setattr("anyattn.dry_run.detect", interrupted)
+    stranger(at_probe=interrupted)
     ended = anyattn("doctor")
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
 def test_a_bug_keeps_its_plain_traceback(monkeypatch):
-    def bug(plugins):
+    def bug(name):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("anyattn.dry_run.detect", bug)
+    monkeypatch.setattr("importlib.metadata.version", bug)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 

@@ -1,0 +1,94 @@
+"""What a caller may ask of `create_runtime` and `survey`, checked, with the settings for what is not given."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from anyattn.attention.selection import Preference
+from anyattn.attention.spec import AttentionSpec
+from anyattn.errors import SpecError
+from anyattn.platforms.base import Platform
+from anyattn.settings import Settings
+from anyattn.types import KV_LAYOUTS
+
+
+def checked_preference(
+    settings: Settings,
+    *,
+    backend: Any = None,
+    prefill_backend: Any = None,
+    decode_backend: Any = None,
+    allocator: Any = None,
+    pool: Any = None,
+    page_size: Any = None,
+    layout: Any = None,
+    installed_only: bool = False,
+) -> Preference:
+    """Arguments beat the settings, and those of one role beat `backend`. Raises SpecError for what means nothing."""
+    both, prefill = (_name(n, v) for n, v in (("backend", backend), ("prefill_backend", prefill_backend)))
+    decode = () if decode_backend is None else _names("decode_backend", decode_backend)
+    if layout not in (None, *KV_LAYOUTS):
+        raise SpecError(f"layout must be {' or '.join(KV_LAYOUTS)}, not {layout!r}.")
+    return Preference(
+        prefill_backend=prefill or both or settings.prefill_backend,
+        decode_backends=decode or ((both,) if both else settings.decode_backends),
+        allocator=_name("allocator", allocator),
+        pool=_name("pool", pool),
+        page_size=settings.page_size if page_size is None else positive_integer("page_size", page_size),
+        layout=layout,
+        installed_only=installed_only,
+    )
+
+
+def checked_device(settings: Settings, device: Any) -> Platform | str | None:
+    """A platform, or the name of a device; None for any. A torch device is taken by its name."""
+    if device is None:
+        return settings.platform
+    return device if isinstance(device, Platform) else str(device)
+
+
+def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
+    """A spec for each layer. Raises SpecError when they are none, or cannot share a KV cache."""
+    if isinstance(spec, AttentionSpec):
+        if num_layers is None:
+            raise SpecError("num_layers must be given with one spec for all layers; or give a spec for each layer.")
+        return (spec,) * positive_integer("num_layers", num_layers)
+    specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
+    if not all(isinstance(s, AttentionSpec) for s in specs):
+        raise SpecError("spec must be an AttentionSpec, or a list of them with one for each layer.")
+    if not specs or num_layers not in (None, len(specs)):
+        raise SpecError(f"{len(specs)} specs were given for {num_layers} layers: give one for each layer.")
+    caches = {s.cache_spec(num_layers=1, page_size=1, layout="NHD") for s in specs}
+    if len(caches) > 1 or len({s.dtype for s in specs}) > 1:
+        raise SpecError("layers that share a KV cache must have the same KV heads, head dims and dtypes.")
+    return specs
+
+
+def positive_integer(name: str, value: Any, *, most: int | None = None) -> int:
+    """value as an int. Raises SpecError when it is none, or not from 1 to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1 or (most is not None and number > most):
+        limits = "a positive integer" if most is None else f"an integer from 1 to {most}"
+        raise SpecError(f"{name} must be {limits}, not {value!r}.")
+    return number
+
+
+def _name(argument: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise SpecError(f"{argument} must be a name, not {value!r}.")
+    return value
+
+
+def _names(argument: str, value: Any) -> tuple[str, ...]:
+    """One name or several."""
+    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    if not values or not all(isinstance(name, str) and name for name in values):
+        raise SpecError(f"{argument} must be a name or a list of names, not {value!r}.")
+    return tuple(dict.fromkeys(values))
