@@ -30,16 +30,17 @@ class HybridBackend:
     """
 
     def __init__(self, selection: Selection, backends: Mapping[str, AttentionBackend]) -> None:
-        self._prefill = backends[selection.prefill]
-        self._decode = {name: backends[name] for name in selection.backends("decode")}
-        self._decoder = backends[selection.decode]
-        self._by_load = selection.decode_by_load
+        self._selection = selection
+        self._backends = backends
 
     def plan(self, batch: Batch) -> PlannedStep:
         """Picks the backend by the batch and has it plan."""
-        backend = self._prefill
+        chosen = self._selection
+        name = chosen.prefill
         if role_of(batch) == "decode":
-            backend = self._decoder if self._by_load is None else self._decode[self._by_load.pick(load_of(batch))]
+            by_load = chosen.decode_by_load
+            name = chosen.decode if by_load is None else by_load.pick(load_of(batch))
+        backend = self._backends[name]
         return PlannedStep(backend, backend.plan(batch))
 
 

@@ -19,8 +19,8 @@ from anyattn.types import GraphLevel
 
 _ARCH_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 _VENDOR_IDS = {
-    **{"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x46": "fujitsu", "0x48": "huawei"},
-    **{"0x4e": "nvidia", "0x51": "qualcomm", "0x61": "apple", "0xc0": "ampere"},
+    "GenuineIntel": "intel", "AuthenticAMD": "amd", "0x41": "arm", "0x46": "fujitsu", "0x48": "huawei",
+    "0x4e": "nvidia", "0x51": "qualcomm", "0x61": "apple", "0xc0": "ampere",
 }
 """x86 vendor strings, and Arm implementer codes (MIDR_EL1; arch/arm64/include/asm/cputype.h in Linux)."""
 _ARM_PARTS = {

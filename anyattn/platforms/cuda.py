@@ -67,7 +67,6 @@ def _without_nvml(reason: str) -> ProbeResult:
             if "error" in facts:  # its number stays taken, so that the others keep theirs
                 problems.append(f"cuda:{index} does not answer and is left out: {facts['error']}")
                 continue
-            facts.pop("pci_bus_id", None)
             found.append({**facts, "index": index, "compute_capability": tuple(facts["compute_capability"])})
         runtime_version, device_problems = _torch_facts(tuple(answer["cuda_version"]))
     else:

@@ -88,7 +88,7 @@ def read(library: Any) -> dict[str, Any]:
 
     library: libcuda.so.1 or nvcuda.dll as ctypes loads it.
     Returns JSON values: cuda_version [major, minor], the newest CUDA that the driver knows; devices, each with fields
-    of Platform and its pci_bus_id, or with an error. Raises DriverError when the driver does not start.
+    of Platform, or with an error. Raises DriverError when the driver does not start.
     """
     _check(library.cuInit(0))
     version = _value(library.cuDriverGetVersion, ctypes.c_int())  # 1000 * major + 10 * minor
@@ -114,7 +114,6 @@ def _device(library: Any, index: int) -> dict[str, Any]:
         "compute_capability": [major, minor],
         "num_cores": multiprocessors,
         "memory_total_bytes": _value(library.cuDeviceTotalMem_v2, ctypes.c_size_t(), device),
-        "pci_bus_id": _text(library.cuDeviceGetPCIBusId, 32, device),
     }
 
 

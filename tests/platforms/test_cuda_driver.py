@@ -25,7 +25,6 @@ class Device:
     name: str = "NVIDIA H100 80GB HBM3"
     attributes: dict[int, int] = field(default_factory=lambda: {75: 9, 76: 0, 16: 132})
     memory_bytes: int = 80 * GIB
-    pci: str = "0000:18:00.0"
     trouble: int = 0
     """CUresult of everything that is asked of it."""
 
@@ -70,9 +69,6 @@ class FakeDriver:
     def cuDeviceGetName(self, buffer: Any, size: int, device: int) -> int:
         return self.write(buffer, size, self.devices[device].name)
 
-    def cuDeviceGetPCIBusId(self, buffer: Any, size: int, device: int) -> int:
-        return self.write(buffer, size, self.devices[device].pci)
-
     def cuDeviceGetUuid_v2(self, place: Any, device: int) -> int:
         place._obj[:] = self.devices[device].uuid.bytes
         return 0
@@ -88,7 +84,6 @@ def test_the_driver_tells_each_device_and_the_cuda_that_it_knows() -> None:
         "compute_capability": [9, 0],
         "num_cores": 132,
         "memory_total_bytes": 80 * GIB,
-        "pci_bus_id": "0000:18:00.0",
     }
     assert (second["compute_capability"], second["num_cores"]) == ([7, 5], 40)
     assert json.loads(json.dumps(answer)) == answer

@@ -177,6 +177,27 @@ def test_a_quota_on_an_outer_cgroup_holds_as_well(machine: Machine) -> None:
     assert machine.probe().num_threads == 3
 
 
+@pytest.mark.parametrize(
+    ("implementer", "part", "vendor", "name"),
+    [
+        ("0x41", "0xd49", "arm", "Arm Neoverse N2"),
+        ("0x48", "0xd01", "huawei", "HiSilicon TSV110 (Kunpeng 920)"),
+        ("0xc0", "0xac3", "ampere", "AmpereOne"),
+        ("0x46", "0x001", "fujitsu", "Fujitsu A64FX"),
+        ("0x4e", "0x010", "nvidia", "Nvidia part 0x010"),
+        ("0x99", "0x001", "unknown", "Implementer 0x99 part 0x001"),
+    ],
+)
+def test_an_arm_cpu_is_named_by_its_makers_code(machine: Machine, implementer, part, vendor, name) -> None:
+    machine.monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    lines = ("Features\t: fp asimd sve bf16", f"CPU implementer\t: {implementer}", f"CPU part\t: {part}", "")
+    machine.write("proc/cpuinfo", "\n".join(lines))
+    device = machine.probe()
+    assert (device.vendor, device.name, device.arch) == (vendor, name, "aarch64")
+    assert {"asimd", "sve", "bf16"} <= device.features
+    assert device.status == "contract-tested"
+
+
 @pytest.mark.parametrize("path", ["/docker/4f2a", "/../../job"])
 def test_in_a_container_the_mounts_root_holds_the_limits(machine: Machine, path: str) -> None:
     machine.write("proc/self/cgroup", f"7:memory:{path}\n4:cpu,cpuacct:{path}")

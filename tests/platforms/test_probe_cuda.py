@@ -126,7 +126,6 @@ def driver_device(uuid: str, name: str = "NVIDIA H100 80GB HBM3", capability: tu
         "compute_capability": list(capability),
         "num_cores": 132,
         "memory_total_bytes": 80 * GIB,
-        "pci_bus_id": "0000:18:00.0",
     }
 
 
