@@ -80,7 +80,7 @@ def _specs(values: dict[Any, Any], tp: int, dtype: Any, kv_dtype: Any) -> tuple[
     defaults = {k: v for k, v in family.defaults.items() if len(levels) > 1 or k not in ALWAYS_WRITTEN}
     fields = Fields(levels[0], defaults, gaps=len(levels) > 1 and not defaults)
     make, windows = family.read(fields, family)
-    fields.require_all_understood(suspect=model_type not in FAMILIES)
+    fields.require_all_understood()
     given = (level[key] for level in levels for key in ("dtype", "torch_dtype") if level.get(key) is not None)
     precision = {"dtype": next(given, "bfloat16") if dtype is None else dtype, "kv_dtype": kv_dtype}
     kinds = {window: _shard(make(sliding_window=window, **precision), tp) for window in dict.fromkeys(windows)}

@@ -117,6 +117,7 @@ def _read_falcon(fields: Fields, family: Family) -> _Made:
     """
     heads = fields.required("num_attention_heads", "n_head")
     kv_heads = fields.count("num_kv_heads", "n_head_kv") or heads
+    fields.skip("parallel_attn", "num_ln_in_parallel_attn", "num_key_value_heads")
     new, multi_query = fields.flag("new_decoder_architecture"), fields.flag("multi_query", default=True)
     if not new:
         kv_heads = 1 if multi_query else heads
@@ -142,7 +143,9 @@ def _read_mpt(fields: Fields, family: Family) -> _Made:
         sm_scale=attention.number("softmax_scale"),
         alibi=attention.flag("alibi"),
     )
-    attention.require_all_understood(suspect=False)
+    attention.skip("alibi_bias_max", "qk_ln", "qk_gn")  # of the slopes, and before q and k are rotated
+    attention.require_all_understood()
+    fields.skip("num_key_value_heads")
     return make, _windows(fields, family)
 
 

@@ -29,7 +29,7 @@ _SOUNDS_LIKE_ATTENTION = re.compile(
     r"|layers_block_type|block_types|block_configs|per_layer_config|position_bias|position_embedding_type|relative_|rel_"
     r"|num_.*heads|n_head|kv_heads|head_dim|dim_head|head_size|d_head|kv_channels|query_groups|multi_query|mla"
 )
-"""Parts of the names of such fields in models that are not known here."""
+"""Parts of the names of such fields."""
 _NOT_ATTENTION = re.compile(
     r".*(dropout|pdrop|bias|_in_fp32|experts?|router)|_?attn_impl.*|.*flash_att.*|output_attentions"
     r"|attention_(hidden_size|in_multiplier|layer_norm.*|out_multiplier)|attn_temperature_tuning|qk_head_dim"
@@ -115,15 +115,16 @@ class Fields:
             raise SpecError(f"{self._prefix}{name} must be an object, not {shown(value)}.")
         return value or {}
 
-    def require_all_understood(self, *, suspect: bool) -> None:
-        """Raises SpecError for a field about attention that says something and was not read.
+    def skip(self, *names: str) -> None:
+        """Fields that sound like attention, and that this family's code does not use or uses elsewhere."""
+        self._read.update(names)
 
-        suspect: whether a name that sounds like attention is enough, as the model's code is not known.
-        """
+    def require_all_understood(self) -> None:
+        """Raises SpecError for a field that sounds like attention, says something and was not read."""
         for name, value in self._given.items():
             if not isinstance(name, str) or name in self._read or _is_neutral(name, value):
                 continue
-            sounds = suspect and _SOUNDS_LIKE_ATTENTION.search(name) and not _NOT_ATTENTION.fullmatch(name)
+            sounds = _SOUNDS_LIKE_ATTENTION.search(name) and not _NOT_ATTENTION.fullmatch(name)
             if sounds or _CHANGES_ATTENTION.fullmatch(name):
                 raise SpecError(
                     f"{self._prefix}{name}={shown(value)} may change what attention computes, and how is not known "

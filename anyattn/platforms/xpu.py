@@ -19,6 +19,8 @@ from anyattn.types import GraphLevel
 _INTEL, _DISPLAY = 0x8086, 0x03
 _DRIVERS = ("xe", "i915")
 _GUIDE = 'PyTorch\'s "Getting Started on Intel GPU"'
+_WSL_FILES = ("dev/dxg", "usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1")
+"""Windows' GPUs under WSL, and Intel's Level Zero driver where Debian's packages have it."""
 _INSTALL = f'install it as {_GUIDE} says, then run `pip install "anyattn[xpu]"`'
 
 
@@ -51,6 +53,11 @@ def probe() -> ProbeResult:
 
 def _probe() -> ProbeResult:
     gpus, problems = _gpus()
+    if not gpus and all(host.exists(file) for file in _WSL_FILES):
+        problems.append(
+            f"Intel's GPU runtime is installed for WSL (/{_WSL_FILES[0]} and /{_WSL_FILES[1]} exist), but Intel GPUs are "
+            "read from Linux's own drivers, which WSL has not; run without WSL"
+        )
     cards = [_card(gpu) for gpu in gpus]
     visible, complaints = visible_units(cards, os.environ)
     if any(gpu.model is not None for gpu in gpus):

@@ -246,7 +246,20 @@ def test_a_field_of_an_unknown_type_that_sounds_like_attention_is_refused(field)
     assert read("new", attention_dropout=0.1, num_local_experts=8, attention_bias=True) == read("new")
     off = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 2}
     assert read("new", **off, attn_implementation="eager", _flash_attn_2_enabled=True) == read("new")
-    assert read("llama", _flash_attn_2_enabled=True, attn_notes="x") == read("llama")  # whose code is known
+    assert read("llama", _flash_attn_2_enabled=True) == read("llama")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [
+        ("qwen2", "dual_chunk_attention_config"),  # Qwen2.5-1M
+        ("llama", "sparse_attention_config"),
+        ("llama", "attn_window"),
+        ("deepseek_v3", "index_topk"),
+    ],
+)
+def test_so_is_one_that_a_known_type_has_beyond_what_is_known_of_it(model_type, field):
+    refused(f"{field}={{'size': 4}} may change", model_type, **{field: {"size": 4}})
 
 
 def test_a_window_that_is_switched_off_and_used_is_refused():

@@ -491,3 +491,11 @@ def test_on_hardware_torch_sees_the_devices_that_the_probe_found() -> None:
         assert torch.ones(2, device=device.torch_device).sum().item() == 2
         if device.memory_total_bytes is not None:
             assert facts.total_memory == pytest.approx(device.memory_total_bytes, rel=0.1)
+
+
+def test_on_wsl_it_says_that_gpus_are_not_read_there(machine: Machine) -> None:
+    machine.write("dev/dxg")
+    assert machine.probe() == ProbeResult()
+    machine.write("usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1")
+    (problem,) = machine.probe().problems
+    assert "run without WSL" in problem
