@@ -55,8 +55,8 @@ def _probe() -> ProbeResult:
     gpus, problems = _gpus()
     if not gpus and all(host.exists(file) for file in _WSL_FILES):
         problems.append(
-            f"Intel's GPU runtime is installed for WSL (/{_WSL_FILES[0]} and /{_WSL_FILES[1]} exist), but Intel GPUs are "
-            "read from Linux's own drivers, which WSL has not; run without WSL"
+            f"Intel's GPU runtime is installed for WSL (/{_WSL_FILES[0]} and /{_WSL_FILES[1]} exist), but Intel GPUs "
+            "are read from Linux's own drivers, which WSL has not; run without WSL"
         )
     cards = [_card(gpu) for gpu in gpus]
     visible, complaints = visible_units(cards, os.environ)
