@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 """Fields of Platform by their names: what a source tells of one device."""
 
 _RUN_ON = frozenset({(9, 0)})
-"""Compute capabilities where what NVML tells was held against torch on hardware, whole GPUs only."""
+"""Compute capabilities where what NVML and the driver tell was held against torch on hardware, whole GPUs only."""
 
 _INSTALL = 'run `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
 
@@ -78,8 +78,9 @@ def _without_nvml(reason: str) -> ProbeResult:
         problems += trouble
         runtime_version, device_problems = _torch_facts(None)
         device_problems += (f"the CUDA driver, which torch needs, {error}",)
-    # Only NVML's answers were ever held against torch's on hardware.
-    devices = _devices(found, frozenset(), cuda_files.driver_version(), runtime_version, device_problems)
+    devices = _devices(
+        found, _RUN_ON if error is None else frozenset(), cuda_files.driver_version(), runtime_version, device_problems
+    )
     return ProbeResult(devices=devices, problems=tuple(problems))
 
 

@@ -11,7 +11,7 @@ from anyattn.attention.spec import AttentionSpec
 from anyattn.types import KVLayout
 
 _HEAD_DIMS = (64, 128, 256, 16, 80, 72, 96, 192)
-_GROUP_SIZES = (1, 2, 3, 5, 6, 7, 8, 16)
+_GROUP_SIZES = (1, 2, 3, 5, 6, 7, 8, 16, 71)
 _PAGE_SIZES = (1, 3, 16, 64, 128, 256)
 _WINDOWS = (1, 2, 33, 64)
 
