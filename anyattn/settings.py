@@ -34,15 +34,14 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises SpecError for a value that means nothing."""
-        both = environ.get("ANYATTN_ATTENTION_BACKEND") or None
-        plugins = environ.get("ANYATTN_PLUGINS")
-        decode_backend = environ.get("ANYATTN_DECODE_BACKEND") or both or ""
+        both = _names(environ, "ANYATTN_ATTENTION_BACKEND", most=1)
+        prefill = _names(environ, "ANYATTN_PREFILL_BACKEND", most=1) or both
         return cls(
-            platform=environ.get("ANYATTN_PLATFORM") or None,
-            prefill_backend=environ.get("ANYATTN_PREFILL_BACKEND") or both,
-            decode_backends=_names(decode_backend),
+            platform=environ.get("ANYATTN_PLATFORM", "").strip() or None,
+            prefill_backend=prefill[0] if prefill else None,
+            decode_backends=_names(environ, "ANYATTN_DECODE_BACKEND") or both,
             page_size=_positive_int(environ, "ANYATTN_PAGE_SIZE"),
-            plugins=None if plugins is None else frozenset(_names(plugins)),
+            plugins=None if environ.get("ANYATTN_PLUGINS") is None else frozenset(_names(environ, "ANYATTN_PLUGINS")),
             strict=_flag(environ, "ANYATTN_STRICT"),
             debug=_flag(environ, "ANYATTN_DEBUG"),
         )
@@ -71,15 +70,20 @@ def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, map(str.strip, text.split(","))))
+def _names(environ: Mapping[str, str], variable: str, *, most: int | None = None) -> tuple[str, ...]:
+    """The names in a list separated by commas, each once."""
+    text = environ.get(variable, "")
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if most is not None and len(names) > most:
+        raise SpecError(f"{variable} must be one name, not {text!r}.")
+    return names
 
 
 def _positive_int(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < 1:
         raise SpecError(f"{name} must be a positive integer, not {text!r}.")
     return int(text)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyattn.attention.spec import AttentionSpec
-from anyattn.errors import ContractError
+from anyattn.errors import ContractError, contained
 from anyattn.platforms.base import Platform
 from anyattn.types import (
     ANY_INT,
@@ -25,7 +27,7 @@ from anyattn.types import (
     Status,
 )
 
-Priority = int | Callable[[Platform, AttentionSpec, Role, Load], int]
+Priority = float | Callable[[Platform, AttentionSpec, Role, Load], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +98,32 @@ class Capabilities:
         for name in ("dtypes", "layouts", "phases", "causal"):
             if not getattr(self, name):
                 raise ContractError(f"capabilities: {name} must not be empty.")
-        if not (isinstance(self.priority, int) or callable(self.priority)):
+        for name in ("device_kinds", "archs"):
+            if getattr(self, name) == frozenset():
+                raise ContractError(f"capabilities: {name} must not be empty; None means every one.")
+        for name in ("device_kinds", "archs", "features", "run_on", "emulated_on", "contract_tested_on", "packages"):
+            if not all(isinstance(member, str) and member for member in getattr(self, name) or ()):
+                raise ContractError(f"capabilities: {name} must hold strings, not {getattr(self, name)!r}.")
+        for name in ("head_dim_pairs", "mla_dims"):
+            for pair in getattr(self, name):
+                if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n > 0 for n in pair)):
+                    raise ContractError(f"capabilities: {name} must hold pairs of positive integers, not {pair!r}.")
+        if self.preferred_page_size is not None and self.preferred_page_size not in self.page_sizes:
+            raise ContractError(f"capabilities: preferred_page_size {self.preferred_page_size} is not in page_sizes.")
+        if isinstance(self.priority, bool) or not (isinstance(self.priority, int | float) or callable(self.priority)):
             raise ContractError(f"capabilities: priority must be a number or a function, not {self.priority!r}.")
 
-    def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> int:
-        """The declared priority, evaluated."""
-        return self.priority if isinstance(self.priority, int) else self.priority(platform, spec, role, load)
+    def priority_for(self, platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> float:
+        """The declared priority, evaluated. Raises ContractError where that fails or is no finite number."""
+        value: Any = self.priority
+        if callable(value):
+            try:
+                value = contained(value, platform, spec, role, load)
+            except Exception as error:
+                raise ContractError(f"{type(error).__name__}: {error}") from error
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not -1e15 < float(value) < 1e15:
+            raise ContractError(f"{type(value).__name__} {value!r}"[:80])
+        return float(value)
 
     def status_on(self, platform: Platform) -> Status:
         """What stands behind this declaration on such a device."""
@@ -260,6 +282,8 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "preferred_page_size": (int, type(None)),
     "graph": GraphLevel,
     "extra": str,
+    **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
+    **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q"), bool),
 }
 
 _KNOWN_MEMBERS: dict[str, set[str]] = {
@@ -284,12 +308,13 @@ _JUDGED_FIELDS = frozenset(
 def _unknown_field_reasons(spec: AttentionSpec) -> Iterable[Reason]:
     """A spec of a later version or of an engine's own subclass may ask for what no declaration here knows."""
     for field in dataclasses.fields(spec):
-        if field.name not in _JUDGED_FIELDS and getattr(spec, field.name) != field.default:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name not in _JUDGED_FIELDS and getattr(spec, field.name) != default:
             yield Reason(
                 field=field.name,
                 wanted=str(getattr(spec, field.name)),
-                supported=f"only {field.default!r}, as this field is not known here",
-                remedy=f"set {field.name}={field.default!r}",
+                supported=f"only {default!r}, as this field is not known here",
+                remedy=f"set {field.name}={default!r}",
             )
 
 

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from anyattn.attention.pages import pages_worth_trying
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
-from anyattn.errors import contained
+from anyattn.errors import ContractError
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, TYPICAL_LOAD, Reason, Role
 
@@ -39,16 +39,16 @@ def _verdict(
         *([] if assumed else (_for_device(reason, platform) for reason in candidate.missing)),
         *capabilities.reject_reasons(spec, platform, role, page_size=preference.page_size, layout=preference.layout),
     ]
-    priority = 0
+    priority = 0.0
     if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
         try:
-            priority = int(contained(capabilities.priority_for, platform, spec, role, TYPICAL_LOAD))
-        except Exception as error:
+            priority = capabilities.priority_for(platform, spec, role, TYPICAL_LOAD)
+        except ContractError as error:
             reasons.append(
                 Reason(
                     field="priority",
                     wanted="a number",
-                    supported=f"{type(error).__name__}: {error}",
+                    supported=str(error),
                     remedy=f"report it to {candidate.distribution}",
                 )
             )
@@ -123,8 +123,9 @@ def _other_backends(
     paired: dict[Role, list[str]] = {}
     for role, other in (ROLES, ROLES[::-1]):
         asked = preference.backends(other)
-        partners = [name for name in valid[other] if not asked or name in asked]
-        paired[role] = [name for name in valid[role] if any(agree(name, partner) for partner in partners)]
+        partners = [asked] if asked else [(name,) for name in valid[other]]
+        partners = [names for names in partners if all(name in valid[other] for name in names)]
+        paired[role] = [name for name in valid[role] if any(agree(name, *names) for names in partners)]
     if spec.deterministic or paired["prefill"] == paired["decode"] == alone:
         return dict.fromkeys(ROLES, _setting("backend", alone))
     return {role: _setting(f"{role}_backend", paired[role]) for role in ROLES}
@@ -148,11 +149,13 @@ def judge_pools(spec: AttentionSpec, platform: Platform, candidates: Candidates)
     }
     remedy = _setting("pool", [name for name in reasons if not reasons[name]])
     for name in reasons:
-        yield StorageVerdict(what="pool", name=name, reasons=_told(reasons[name], remedy))
+        yield StorageVerdict(
+            what="pool", name=name, priority=candidates.pools[name].priority, reasons=_told(reasons[name], remedy)
+        )
 
 
 def judge_allocators(platform: Platform, candidates: Candidates, preference: Preference) -> Iterator[StorageVerdict]:
     """Every allocator, with all reasons against it."""
     for name, allocator in sorted(candidates.allocators.items()):
         reasons = allocator.reject_reasons(platform.kind, preference.page_size)
-        yield StorageVerdict(what="allocator", name=name, reasons=tuple(reasons))
+        yield StorageVerdict(what="allocator", name=name, priority=allocator.priority, reasons=tuple(reasons))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from anyattn.attention.load_table import LoadTable
 from anyattn.attention.pages import USUAL_PAGE_SIZES, pages_worth_trying
 from anyattn.attention.selection import Candidates, Preference, Selection, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec, layer_kinds
-from anyattn.errors import NoBackendError, contained
+from anyattn.errors import ContractError, NoBackendError
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, KVLayout, Load, Role
 
@@ -50,10 +51,8 @@ def select_layers(
     specs = list(layer_kinds(layer_specs))
     contests = [_Contest.of(spec, platform, candidates, preference) for spec in specs]
     storage = [*judge_pools(specs[0], platform, candidates), *judge_allocators(platform, candidates, preference)]
-    pools = _named_or_best("pool", preference.pool, storage, {n: p.priority for n, p in candidates.pools.items()})
-    allocators = _named_or_best(
-        "allocator", preference.allocator, storage, {n: a.priority for n, a in candidates.allocators.items()}
-    )
+    pools = _named_or_best("pool", preference.pool, storage)
+    allocators = _named_or_best("allocator", preference.allocator, storage)
     best = None
     serving = [contest.capabilities[v.name] for contest in contests for role in ROLES for v in contest.valid[role]]
     for page_size, layout in pages_worth_trying(serving, candidates.allocators.values(), preference):
@@ -62,29 +61,31 @@ def select_layers(
         pairs = [contest.pair(page_size, layout) for contest in contests]
         if pool is None or allocator is None or not all(pairs):
             continue
-        found = _Agreement(page_size, layout, pool, allocator, tuple(pair for pair in pairs if pair))
+        priority = candidates.pools[pool].priority + candidates.allocators[allocator].priority
+        found = _Agreement(page_size, layout, pool, allocator, priority, tuple(pair for pair in pairs if pair))
         if best is None or found.rank() < best.rank():
             best = found
     if best is None:
         raise NoBackendError(_disagreement(contests, pools, allocators, platform, candidates, preference))
-    return {
-        contest.spec: Selection(
+    selections = {}
+    for contest, pair in zip(contests, best.pairs, strict=True):
+        by_load, problems = contest.decode_by_load(best.page_size, best.layout)
+        selections[contest.spec] = Selection(
             spec=contest.spec,
             platform=platform,
             prefill=pair.prefill.name,
             decode=pair.decode.name,
-            decode_by_load=contest.decode_by_load(pair, best.page_size, best.layout),
+            decode_by_load=by_load,
             page_size=best.page_size,
             layout=best.layout,
             allocator=best.allocator,
             pool=best.pool,
             preference=preference,
-            problems=candidates.problems,
+            problems=(*candidates.problems, *problems),
             verdicts=contest.verdicts,
             storage=tuple(storage),
         )
-        for contest, pair in zip(contests, best.pairs, strict=True)
-    }
+    return selections
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +104,25 @@ class _Agreement:
     layout: KVLayout
     pool: str
     allocator: str
+    storage_priority: int
     pairs: tuple[_Pair, ...]
 
     def rank(self) -> tuple[object, ...]:
-        """Smaller is better: priorities, then names, then what the first spec's backends prefer of the pages."""
-        first = self.pairs[0]
-        sizes = [*first.preferred_page_sizes, *USUAL_PAGE_SIZES]
+        """Smaller is better: priorities, of backends before pool and allocator, names, then what backends prefer."""
         return (
             -sum(pair.decode.priority for pair in self.pairs),
             -sum(pair.prefill.priority for pair in self.pairs),
-            tuple((pair.decode.name, pair.prefill.name) for pair in self.pairs),
-            sizes.index(self.page_size) if self.page_size in sizes else len(sizes),
+            -self.storage_priority,
+            sorted((pair.decode.name, pair.prefill.name) for pair in self.pairs),
+            sum(self._size_rank(pair) for pair in self.pairs),
             self.page_size,
-            first.layouts.index(self.layout),
+            sum(pair.layouts.index(self.layout) for pair in self.pairs),
+            self.layout,
         )
+
+    def _size_rank(self, pair: _Pair) -> int:
+        sizes = [*pair.preferred_page_sizes, *USUAL_PAGE_SIZES]
+        return sizes.index(self.page_size) if self.page_size in sizes else len(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,28 +180,30 @@ class _Contest:
                 return _Pair(decode, prefill, preferred, both[0].layouts)
         return None
 
-    def decode_by_load(self, pair: _Pair, page_size: int, layout: KVLayout) -> LoadTable | None:
-        """Who decodes which load over such pages; None when it is the same backend for every one."""
+    def decode_by_load(self, page_size: int, layout: KVLayout) -> tuple[LoadTable | None, tuple[str, ...]]:
+        """Who decodes which load over such pages, None when it is the same backend for every one; and any problems."""
         names = [verdict.name for verdict in self.serving("decode", page_size, layout)]
         if self.spec.deterministic or len(names) == 1:
-            return None
+            return None, ()
+        problems: dict[str, str] = {}
 
-        def priority(name: str, load: Load) -> int:
+        def rank(name: str, load: Load) -> tuple[float, str]:
             try:
-                return int(contained(self.capabilities[name].priority_for, self.platform, self.spec, "decode", load))
-            except Exception:
-                return -(1 << 62)  # it answered for the typical load; where it does not, others serve
+                return -self.capabilities[name].priority_for(self.platform, self.spec, "decode", load), name
+            except ContractError as error:  # it answered for the typical load; where it does not, others serve
+                at = f"{load.num_seqs} sequences of {load.kv_len} tokens"
+                problems.setdefault(name, f"the decode priority of {name} fails for {at}: {error}; others serve them")
+                return math.inf, name
 
-        table = LoadTable.of(lambda load: min(names, key=lambda name: (-priority(name, load), name)))
-        return table if len(table.backends()) > 1 else None
+        table = LoadTable.of(lambda load: min(names, key=lambda name: rank(name, load)))
+        return table if len(table.backends()) > 1 else None, tuple(problems.values())
 
 
-def _named_or_best(
-    what: str, wanted: str | None, storage: Sequence[StorageVerdict], priorities: Mapping[str, int]
-) -> list[str]:
+def _named_or_best(what: str, wanted: str | None, storage: Sequence[StorageVerdict]) -> list[str]:
     """Valid names, best first; only the wanted one where there is one. Raises NoBackendError when none is left."""
-    reasons = {verdict.name: verdict.reasons for verdict in storage if verdict.what == what}
-    valid = sorted((name for name in reasons if not reasons[name]), key=lambda name: (-priorities[name], name))
+    there = {verdict.name: verdict for verdict in storage if verdict.what == what}
+    best = sorted((v for v in there.values() if not v.reasons), key=lambda v: (-v.priority, v.name))
+    valid = [verdict.name for verdict in best]
     if wanted is None and valid:
         return valid
     if wanted in valid:
@@ -203,9 +211,9 @@ def _named_or_best(
     asked = f"No KV {what} is valid here"
     if wanted is not None:
         asked = f"There is no KV {what} named {wanted!r}"
-        if wanted in reasons:
+        if wanted in there:
             asked = f"KV {what} {wanted!r} was asked for and is not valid here"
-    every = "; ".join(f"{name} ({'; '.join(map(str, reasons[name])) or 'valid'})" for name in sorted(reasons))
+    every = "; ".join(f"{name} ({'; '.join(map(str, there[name].reasons)) or 'valid'})" for name in sorted(there))
     raise NoBackendError(f"{asked}. There are: {every or 'none'}.")
 
 

@@ -69,7 +69,7 @@ class Verdict:
     name: str
     distribution: str
     role: Role
-    priority: int
+    priority: float
     status: Status
     installed: bool
     reasons: tuple[Reason, ...]
@@ -82,6 +82,7 @@ class StorageVerdict:
     what: str
     """"pool" or "allocator"."""
     name: str
+    priority: int
     reasons: tuple[Reason, ...]
 
 
@@ -135,7 +136,11 @@ class Selection:
             for name in sorted({verdict.name for verdict in self.verdicts})
             if (text := self._why_not(name)) is not None
         ]
-        others += [(f"{v.what} {v.name}", "; ".join(map(str, v.reasons))) for v in self.storage if v.reasons]
+        others += [
+            (f"{v.what} {v.name}", "; ".join(map(str, v.reasons)) or f"valid, with priority {v.priority}")
+            for v in self.storage
+            if v.name != (self.pool if v.what == "pool" else self.allocator)
+        ]
         if others:
             lines.append("not chosen")
             lines += [f"  {name}: {text}" for name, text in others]
@@ -152,7 +157,7 @@ class Selection:
         if self.preference.backends(role):
             return f"asked for by name, {origin}"
         valid = sum(not v.reasons for v in self.verdicts if v.role == role)
-        return f"priority {chosen.priority}, {origin}, {valid} valid"
+        return f"priority {chosen.priority:g}, {origin}, {valid} valid"
 
     def _why_not(self, name: str) -> str | None:
         """None when the backend fills a role."""
@@ -171,10 +176,10 @@ class Selection:
                 texts.append(f"valid, but {' and '.join(asked)} was asked for")
             elif verdict.priority > self._verdict(chosen, verdict.role).priority:
                 texts.append(
-                    f"valid, with priority {verdict.priority}, but page size and layout find no agreement with it"
+                    f"valid, with priority {verdict.priority:g}, but page size and layout find no agreement with it"
                 )
             else:
-                texts.append(f"valid, with priority {verdict.priority}")
+                texts.append(f"valid, with priority {verdict.priority:g}")
         same = len(set(texts)) == 1
         return texts[0] if same else " | ".join(f"{role}: {text}" for role, text in zip(ROLES, texts, strict=True))
 

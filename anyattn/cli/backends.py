@@ -202,5 +202,5 @@ def _mark(verdict: Verdict, selection: Selection | None) -> Text:
     if verdict.reasons:
         return Text("refused", style="red")
     if selection is not None and verdict.name in selection.backends(verdict.role):
-        return Text(f"chosen ({verdict.priority})", style="bold green")
-    return Text(f"valid ({verdict.priority})", style="green")
+        return Text(f"chosen ({verdict.priority:g})", style="bold green")
+    return Text(f"valid ({verdict.priority:g})", style="green")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.errors import ContractError
-from anyattn.types import KV_LAYOUTS, IntSet, KVLayout, Reason
+from anyattn.types import DTYPE_BYTES, KV_LAYOUTS, IntSet, KVLayout, Reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,6 +87,10 @@ def _check_declaration(declared: AllocatorCapabilities | PoolCapabilities, **typ
         value = getattr(declared, name)
         if not isinstance(value, kinds) or (isinstance(value, frozenset | tuple) and not value):
             raise ContractError(f"{type(declared).__name__}: {name} cannot be {value!r}.")
+    for name, known in (("device_kinds", None), ("kv_dtypes", set(DTYPE_BYTES)), ("layouts", set(KV_LAYOUTS))):
+        for member in getattr(declared, name, None) or ():
+            if not isinstance(member, str) or (known is not None and member not in known):
+                raise ContractError(f"{type(declared).__name__}: {name} cannot hold {member!r}.")
 
 
 def _device_reasons(supported: frozenset[str] | None, device_kind: str) -> list[Reason]:

@@ -34,8 +34,15 @@ def subset(values, *, least=0):
     return st.sets(st.sampled_from(sorted(values)), min_size=least).map(frozenset)
 
 
+def declared(**fields):
+    """A declaration; a page size that is preferred and not served would be refused."""
+    if fields["preferred_page_size"] not in fields["page_sizes"]:
+        fields["preferred_page_size"] = None
+    return Capabilities(**fields)
+
+
 declarations = st.builds(
-    Capabilities,
+    declared,
     device_kinds=st.none() | subset({"cuda", "cpu", "rocm", "ascend", "xpu"}, least=1),
     archs=st.none() | subset({"sm80", "sm90", "x86_64", "gfx942"}, least=1),
     features=subset({"amx_bf16", "avx2"}),
@@ -46,7 +53,7 @@ declarations = st.builds(
     mla_dims=subset({(512, 64)}),
     group_sizes=int_sets,
     page_sizes=int_sets,
-    preferred_page_size=st.none() | st.sampled_from([16, 64]),
+    preferred_page_size=st.sampled_from([0, 16, 64]),
     layouts=st.permutations(KV_LAYOUTS).map(tuple) | st.just(("HND",)),
     phases=subset(PHASES, least=1),
     causal=subset({True, False}, least=1),
