@@ -20,6 +20,10 @@ _SECTIONS = ("text_config", "llm_config", "language_config")
 
 _ENCODER_FIELD = "attention_probs_dropout_prob"
 """What BERT and its descendants call it: encoders, nearly all of them, and no other field says so."""
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
+"""How the names of architectures end that write text from left to right."""
+_NOT_LANGUAGE = ("image_size", "patch_size", "num_mel_bins", "mask_token_id", "pooling_type", "vision_use_head")
+"""Fields of encoders of images and sound, and of models that fill in masked tokens."""
 
 
 def specs_from_hf_config(
@@ -75,10 +79,13 @@ def _specs(values: dict[Any, Any], tp: int, dtype: Any, kv_dtype: Any) -> tuple[
         raise SpecError(f"model_type must be a string, not {shown(model_type)}.")
     for level in levels:
         _require_decoder(level)
+    if model_type not in FAMILIES:
+        _require_language_model(levels)
     family = FAMILIES.get(model_type, Family())
     # Only writers of nested configs leave sizes out. In a config of its own that is a mistake.
     defaults = {k: v for k, v in family.defaults.items() if len(levels) > 1 or k not in ALWAYS_WRITTEN}
     fields = Fields(levels[0], defaults, gaps=len(levels) > 1 and not defaults)
+    fields.skip(*family.unused)
     make, windows = family.read(fields, family)
     fields.require_all_understood()
     given = (level[key] for level in levels for key in ("dtype", "torch_dtype") if level.get(key) is not None)
@@ -104,6 +111,19 @@ def _require_decoder(level: dict[Any, Any]) -> None:
         raise SpecError(
             f"this looks like an encoder (it has {_ENCODER_FIELD}, or an architecture for masked tokens), whose tokens "
             "see both ways, and a runtime serves decoders. If it is one, write an AttentionSpec by hand."
+        )
+
+
+def _require_language_model(levels: list[dict[Any, Any]]) -> None:
+    """For types that are not known here: nothing says that their tokens see only what is before them but the names."""
+    named = next((level["architectures"] for level in levels if level.get("architectures")), None)
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    field = next((field for field in _NOT_LANGUAGE if levels[0].get(field) is not None), None)
+    if (names and not any(name.endswith(_DECODERS) for name in names)) or field is not None:
+        why = f"it has {field}" if field is not None else f"its architecture is {shown(names[0])}"
+        raise SpecError(
+            f"this type is not known here, and may be no causal language model ({why}): if it is one, give a dict "
+            "without that field; otherwise write an AttentionSpec by hand."
         )
 
 

@@ -153,7 +153,7 @@ def _head_dim(fields: Fields, heads: int) -> int:
     head_dim = fields.count("head_dim")
     if head_dim is not None:
         return head_dim
-    hidden_size = fields.required("hidden_size", "n_embd", "d_model")
+    hidden_size = fields.required("hidden_size", "n_embd", "n_embed", "d_model")
     if hidden_size % heads:
         raise SpecError(f"hidden_size {hidden_size} is no multiple of {heads} heads, and head_dim is missing: add it.")
     return hidden_size // heads
@@ -172,7 +172,8 @@ def _windows(fields: Fields, family: Family) -> list[int | None]:
     num_layers = fields.required("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     enabled = fields.flag("use_sliding_window", default=True)
     window = fields.count("sliding_window", most=(1 << 31) - 1) if enabled else None
-    fields.get("sliding_window")
+    if fields.get("sliding_window") == fields.peek("sliding_window_size"):
+        fields.skip("sliding_window_size")  # Gemma 2's configs say it twice
     types = fields.get("layer_types")
     if types is not None:
         local = _local_by_type(types, num_layers)
@@ -213,11 +214,13 @@ class Family:
     """What is not in a model's config because its code knows it.
 
     defaults: what the model's class holds for fields that a config leaves out.
+    unused: fields that sound like attention and that the model's code does not read.
     local: the layers that attend within the window, for configs without layer_types.
     """
 
     read: Callable[[Fields, Family], _Made] = _read_standard
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     local: Callable[[Fields, int, int | None], list[bool]] | None = None
     sinks: bool = False
 
@@ -232,6 +235,7 @@ ALWAYS_WRITTEN = {*_sizes(1, 1, 1), "d_model", "n_heads", "n_layers"}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK_V3 = Family(read=_read_deepseek, defaults={**_sizes(7168, 61, 128), **_LATENT})
+_FALCON = Family(read=_read_falcon, defaults=_sizes(4544, 32, 71))
 _GEMMA3 = Family(
     defaults={
         **_sizes(2304, 26, 8, 4, 256),
@@ -268,14 +272,16 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(
         defaults={**_sizes(2880, 36, 64, 8, 64), "sliding_window": 128}, local=_local_alternating, sinks=True
     ),
-    "phi3": Family(defaults=_sizes(3072, 32, 32), local=_local_if_window),
+    "phi3": Family(defaults=_sizes(3072, 32, 32), local=_local_if_window, unused=("full_attn_mod",)),
     "deepseek_v2": Family(read=_read_deepseek, defaults={**_sizes(4096, 32, 32), **_LATENT}),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,  # Kimi K2's own docs/deploy_guidance.md: the same architecture under another name
-    "falcon": Family(read=_read_falcon, defaults=_sizes(4544, 32, 71)),
+    "falcon": _FALCON,
+    "RefinedWeb": _FALCON,  # what Falcon was called before
+    "RefinedWebModel": _FALCON,
     "mpt": Family(read=_read_mpt, defaults={"d_model": 2048, "n_heads": 16, "n_layers": 24}),
     "starcoder2": Family(local=_local_if_window),
-    "bloom": Family(defaults={"alibi": True}),  # always, and without a field that says so
+    "bloom": Family(defaults={"alibi": True}, unused=("offset_alibi",)),  # always, and without a field that says so
 }
 
 NOT_SERVED: Mapping[str, str] = {

@@ -115,6 +115,10 @@ class Fields:
             raise SpecError(f"{self._prefix}{name} must be an object, not {shown(value)}.")
         return value or {}
 
+    def peek(self, name: str) -> Any:
+        """A value that is not thereby understood."""
+        return self._values.get(name)
+
     def skip(self, *names: str) -> None:
         """Fields that sound like attention, and that this family's code does not use or uses elsewhere."""
         self._read.update(names)
@@ -128,8 +132,8 @@ class Fields:
             if sounds or _CHANGES_ATTENTION.fullmatch(name):
                 raise SpecError(
                     f"{self._prefix}{name}={shown(value)} may change what attention computes, and how is not known "
-                    "for this type of model. Give a dict without the field if it does not; write an AttentionSpec by "
-                    "hand if it does and a spec can say it."
+                    "for this type of model. If it does not, give a dict without the field (and what it says of heads "
+                    "under the usual names, num_key_value_heads, head_dim); else write an AttentionSpec by hand."
                 )
 
     def _named(self, names: tuple[str, ...]) -> str:

@@ -112,8 +112,11 @@ class AttentionSpec:
         return specs_from_preset(name, tp, dtype=dtype, kv_dtype=kv_dtype)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, int | float):  # what has no business here may be too long to be put into words
+                raise SpecError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, or torch's own, not a number.")
+            object.__setattr__(self, name, dtype_name(value))
         self._check_sizes()
         self._check_graph()
         self._check_dtypes()

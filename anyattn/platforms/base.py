@@ -54,6 +54,18 @@ class Platform:
     problems: tuple[str, ...] = ()
     """Why the torch that is installed here cannot drive the device; empty when nothing speaks against it."""
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            kinds = _FIELD_TYPES[field.name]
+            value = getattr(self, field.name)
+            # A bool is an int to isinstance, and would be shown as one.
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{field.name} of a Platform must be of type {wanted}, not {type(value).__name__}")
+        for name in ("features", "problems"):
+            if not all(isinstance(member, str) for member in getattr(self, name)):
+                raise TypeError(f"{name} of a Platform must hold strings")
+
     def backends(self, spec: AttentionSpec | None = None) -> tuple[str, ...]:
         """Names of the attention backends that are valid on this device, those of plugins too.
 
@@ -77,6 +89,19 @@ class Platform:
         if self.compute_capability is not None:
             facts["compute_capability"] = list(self.compute_capability)
         return facts
+
+
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kind", "vendor", "name", "arch", "torch_device", "collective", "status"), (str,)),
+    **dict.fromkeys(("uuid", "driver_version", "runtime_version"), (str, type(None))),
+    **dict.fromkeys(("memory_total_bytes", "memory_free_bytes", "num_cores", "num_threads"), (int, type(None))),
+    **dict.fromkeys(("triton", "simulated"), (bool,)),
+    "index": (int,),
+    "features": (frozenset,),
+    "compute_capability": (tuple, type(None)),
+    "graph": (GraphLevel,),
+    "problems": (tuple,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ _MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # cgroup v1
 )
 
+_DEEPEST_CGROUP = 64  # folders that are looked into: no container nests deeper
+
 Fact = TypeVar("Fact")
 
 
@@ -102,9 +104,16 @@ def probe() -> ProbeResult:
         graph=GraphLevel.NEVER,
         triton=False,
         status="run on hardware" if (platform.system(), arch) == ("Linux", "x86_64") else "contract-tested",
-        problems=() if host.torch_build() else ('torch is not installed; run `pip install "anyattn[cpu]"`',),
+        problems=_torch_problems(),
     )
     return ProbeResult(devices=(device,), problems=tuple(problems))
+
+
+def _torch_problems() -> tuple[str, ...]:
+    build = host.torch_build()
+    if build is None:
+        return ('torch is not installed; run `pip install "anyattn[cpu]"`',)
+    return (host.DAMAGED,) if build.is_damaged else ()
 
 
 def _psutil() -> ModuleType:
@@ -203,7 +212,7 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
             bases = [mounts / controllers, mounts / controller]
         else:
             continue
-        parts = [] if ".." in path else [part for part in path.split("/") if part]
+        parts = [] if ".." in path else [part for part in path.split("/") if part][:_DEEPEST_CGROUP]
         for base in bases:
             for depth in range(len(parts), -1, -1):
                 yield base.joinpath(*parts[:depth])

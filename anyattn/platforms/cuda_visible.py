@@ -51,7 +51,7 @@ def visible_units(units: Sequence[Unit], setting: str | None) -> tuple[list[Unit
 
 
 def _indexed(entry: str, numbered: Sequence[Unit]) -> Unit | None:
-    digits = re.match(r"\s*([+-]?[0-9]+)", entry)  # read as C's strtol reads: "1gpu" is 1, and " -0" is 0
+    digits = re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", entry)  # read as C's strtol reads: "1gpu" is 1, and " -0" is 0
     index = int(digits.group(1)) if digits else -1
     return numbered[index] if 0 <= index < len(numbered) else None
 

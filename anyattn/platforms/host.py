@@ -81,16 +81,22 @@ def _hexadecimal(path: Path) -> int | None:
         return None
 
 
+DAMAGED = "the installed torch is damaged (torch/version.py is missing or broken); uninstall it and install it again"
+"""What is wrong with a device when a TorchBuild `is_damaged`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
     """What the installed torch was built for, read from torch/version.py: importing torch takes seconds.
 
     runtimes: versions by torch's own names, "cuda", "hip" and "xpu"; None for a runtime that the build has not. A
         name that version.py does not mention is not in it: nothing is known then.
+    is_damaged: whether version.py, which torch imports first of all, is not there or no Python.
     """
 
     version: str
     runtimes: dict[str, str | None]
+    is_damaged: bool = False
 
     def lacks(self, runtime: str) -> bool:
         """Whether the build says that it was made without this runtime."""
@@ -101,18 +107,21 @@ def torch_build() -> TorchBuild | None:
     """The installed torch; None when there is none. Nothing is imported."""
     try:
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
+    except Exception:  # whatever an import hook raises
         spec = None
     if spec is None or spec.origin is None:  # a folder that is merely called torch has no origin
         return None
     values: dict[str, Any] = {}
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body:
+    is_damaged = True
+    with contextlib.suppress(Exception, MemoryError):  # the parser's for what is nested too deeply
+        body = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body
+        is_damaged = False
+        for node in body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     values[ast.unparse(target)] = node.value.value
     runtimes: dict[str, str | None] = {name: values[name] for name in ("cuda", "hip", "xpu") if name in values}
-    return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes)
+    return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes, is_damaged=is_damaged)
 
 
 def torch_facts(runtime: str, called: str, install: str) -> tuple[str | None, tuple[str, ...]]:
@@ -123,6 +132,8 @@ def torch_facts(runtime: str, called: str, install: str) -> tuple[str | None, tu
     build = torch_build()
     if build is None:
         return None, (f"torch is not installed; {install}",)
+    if build.is_damaged:
+        return None, (DAMAGED,)
     if build.lacks(runtime):
         problem = f"the installed torch {build.version} was built without {called}; run `pip uninstall torch`, then "
         return None, (f"{problem}{install}",)

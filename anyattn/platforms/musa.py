@@ -92,7 +92,7 @@ def _visible(num_gpus: int, setting: str | None) -> tuple[list[int], list[str]]:
         return list(range(num_gpus)), []
     shown: list[int] = []
     for entry in setting.split(","):
-        position = int(entry) if re.fullmatch(r"\s*[0-9]+\s*", entry) else num_gpus
+        position = int(entry) if re.fullmatch(r"\s*[0-9]{1,9}\s*", entry) else num_gpus
         if position >= num_gpus or position in shown:
             if entry.strip() in ("", "-1"):  # the usual ways of saying "none", or "no more"
                 return shown, []

@@ -53,7 +53,7 @@ def open_nodes() -> tuple[list[Node], int]:
 def numbers(text: str) -> dict[str, int]:
     """What lines of a name and a number say; other lines are passed over."""
     pairs = (line.split() for line in text.splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and re.fullmatch("[0-9]+", pair[1])}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and re.fullmatch("[0-9]{1,20}", pair[1])}
 
 
 def visible_gpus(uuids: Sequence[str | None], environment: Mapping[str, str]) -> tuple[list[int], list[str]]:
@@ -110,7 +110,7 @@ def _rocr_position(token: str, uuids: Sequence[str | None]) -> int | None:
     if token.startswith("G"):  # the beginning of a UUID; more than one match is none
         matches = [i for i, uuid in enumerate(uuids) if uuid is not None and uuid.upper().startswith(token)]
         return matches[0] if len(matches) == 1 and len(token) > len("GPU-") else None
-    number = re.fullmatch(r"([+-]?)(?:0X([0-9A-F]+)|(0[0-7]*)|([1-9][0-9]*))", token)  # C's strtol with base 0
+    number = re.fullmatch(r"([+-]?)(?:0X([0-9A-F]+)|(0[0-7]*)|([1-9][0-9]{0,8}))", token)  # C's strtol with base 0
     if number is None:
         return None
     sign, hexadecimal, octal, decimal = number.groups()
@@ -136,5 +136,5 @@ def _hip_setting(environment: Mapping[str, str]) -> tuple[str, str]:
 def _hip_position(entry: str, uuids: Sequence[str | None]) -> int | None:
     if "GPU-" in entry:  # any part of a UUID, in small letters; the first match counts
         return next((i for i, uuid in enumerate(uuids) if entry in (uuid or "GPU-XX")), None)
-    is_index = re.fullmatch(r"0|[1-9][0-9]*", entry) is not None and int(entry) < len(uuids)
+    is_index = re.fullmatch(r"0|[1-9][0-9]{0,8}", entry) is not None and int(entry) < len(uuids)
     return int(entry) if is_index else None

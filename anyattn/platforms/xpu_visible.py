@@ -65,10 +65,10 @@ def _level_zero(cards: Sequence[Card], environment: Mapping[str, str]) -> tuple[
     complaints = []
     for entry in mask.split(","):
         number, dot, tile = entry.strip().partition(".")
-        unit = every[int(number)] if number.isdecimal() and int(number) < len(every) else None
+        unit = every[int(number)] if _is_index(number) and int(number) < len(every) else None
         if unit is not None and not dot:
             chosen.setdefault(int(number), set()).update(unit.tiles)
-        elif unit is not None and hierarchy == "COMPOSITE" and tile.isdecimal() and int(tile) in unit.tiles:
+        elif unit is not None and hierarchy == "COMPOSITE" and _is_index(tile) and int(tile) in unit.tiles:
             chosen.setdefault(int(number), set()).add(int(tile))
         elif number != "-1":  # a usual way of saying "none"
             complaints.append(f'ZE_AFFINITY_MASK="{mask}": no device "{entry.strip()}" ({hierarchy} device hierarchy)')
@@ -139,3 +139,8 @@ def _terms(selector: str) -> list[_Term]:
                 name = match[1] or match[2].lstrip("0") or "0"
                 terms.append(_Term(device=name, tile=match[3], is_discard=is_discard))
     return terms
+
+
+def _is_index(text: str) -> bool:
+    """Whether it is a number that could be one of a device: Python reads no longer ones than 4300 digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 10

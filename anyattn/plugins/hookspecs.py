@@ -2,8 +2,7 @@
 
 A plugin is a module or object named by an entry point of the group `anyattn.plugins`. It states the contract it was
 written for, `contract_version = 1`, and implements any of these hooks with `@anyattn.hookimpl`. Nothing behind a
-dotted name is imported before it is needed. All of a plugin's code that runs before a backend is made, at import too,
-may run in a thread that is not the main one, and has a time limit.
+dotted name is imported before it is needed. Probes run in threads of their own, and have a time limit.
 """
 
 from __future__ import annotations

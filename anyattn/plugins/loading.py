@@ -74,7 +74,7 @@ def check_contract(plugin: InstalledPlugin, version: Any) -> None:
 
 def is_contract_version(version: Any) -> bool:
     """Whether it is an integer, which True is not."""
-    return isinstance(version, int) and not isinstance(version, bool)
+    return type(version) is int and abs(version) < 1_000_000  # what is longer cannot be put into words
 
 
 def implemented_hooks(plugin: InstalledPlugin, loaded: Any) -> list[tuple[str, Callable[[], Any]]]:

@@ -508,7 +508,8 @@ def test_a_multimodal_config_says_what_the_config_of_its_language_model_does(tmp
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if len(family.defaults) > 1])
 def test_defaults_are_those_of_transformers_classes(name):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    named = {"kimi_k2": "deepseek_v3"}.get(name, name)  # transformers has no class of its own for it
+    others = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "falcon"}
+    named = others.get(name, name)  # transformers has no class of its own for it
     whole = transformers.AutoConfig.for_model(named).get_text_config().to_dict()
     assert AttentionSpec.from_hf_config({"text_config": {"model_type": name}}) == AttentionSpec.from_hf_config(whole)
     some = {key: value for key, value in whole.items() if key in (*SIZES, "d_model", "n_heads", "n_layers")}
@@ -521,3 +522,30 @@ def test_a_window_counts_the_token_itself_as_transformers_does():
     sees = masks.sliding_window_causal_mask_function(3)
     keys = [key for key in range(14) if sees(None, None, torch.tensor(10), torch.tensor(key))]
     assert keys == [8, 9, 10]  # as a spec's sliding_window=3 has it: position p sees (p - 3, p]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": 1},
+        {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]},
+        {"model_type": "eurobert", "architectures": ["EuroBertModel"]},
+        {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 16},
+        {"model_type": "voxtral_encoder", "num_mel_bins": 128},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_an_unknown_type_that_may_be_no_causal_language_model_is_refused(config):
+    refused("may be no causal language model", **config)
+    assert read("new", architectures=["NewForCausalLM"]) == read("new")
+
+
+def test_published_configs_of_known_types_say_some_things_that_nothing_reads():
+    assert read("bloom", offset_alibi=100)[0].alibi
+    assert read("phi3", full_attn_mod=1, sliding_window=None) == read("phi3", sliding_window=None)
+    twice = {"sliding_window": 4096, "head_dim": 256}
+    assert read("gemma2", **twice, sliding_window_size=4096) == read("gemma2", **twice)
+    refused("sliding_window_size=8 may change", "gemma2", **twice, sliding_window_size=8)
+    assert read("RefinedWeb", parallel_attn=True, multi_query=True)[0].num_kv_heads == 1
+    sizes = {"model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4}
+    assert AttentionSpec.from_hf_config(sizes)[0].head_dim == 16

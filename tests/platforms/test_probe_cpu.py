@@ -247,9 +247,21 @@ def test_a_machine_without_torch_says_what_to_install(machine: Machine) -> None:
 
 def test_an_installed_torch_is_no_problem(machine: Machine) -> None:
     machine.write("torch/__init__.py", "")
+    machine.write("torch/version.py", "__version__ = '2.13.0+cpu'")
     machine.monkeypatch.delitem(sys.modules, "torch", raising=False)
     machine.monkeypatch.syspath_prepend(machine.root)
     assert machine.probe().problems == ()
+
+
+@pytest.mark.parametrize("version_py", [None, "__version__ = = 3", "x = " + "-" * 100_000])
+def test_a_torch_that_cannot_even_tell_its_version_is_damaged(machine: Machine, version_py: str | None) -> None:
+    machine.write("torch/__init__.py", "")
+    if version_py is not None:
+        machine.write("torch/version.py", version_py)
+    machine.monkeypatch.delitem(sys.modules, "torch", raising=False)
+    machine.monkeypatch.syspath_prepend(machine.root)
+    (problem,) = machine.probe().problems
+    assert "the installed torch is damaged" in problem
 
 
 def test_the_cpu_takes_no_graph_no_triton_and_gloo(machine: Machine) -> None:

@@ -677,10 +677,12 @@ def test_a_torch_for_a_newer_major_version_of_cuda_than_the_driver_knows_is_a_pr
     assert [("CUDA 12.8 and older" in problem) for problem in device.problems] == ([True] if is_told else [])
 
 
-def test_a_torch_whose_version_file_cannot_be_read_is_given_the_benefit_of_the_doubt(machine: Machine) -> None:
+def test_a_torch_whose_version_file_cannot_be_read_is_damaged(machine: Machine) -> None:
     machine.torch("cuda = (")
     (device, *_) = machine.probe().devices
-    assert (device.runtime_version, device.problems) == (None, ())
+    (problem,) = device.problems
+    assert device.runtime_version is None
+    assert "the installed torch is damaged" in problem
 
 
 def test_the_probe_may_be_called_again_and_sees_what_changed(machine: Machine) -> None:

@@ -553,11 +553,13 @@ def test_a_torch_built_without_rocm_is_a_problem_of_the_device(machine: Machine,
     assert '"Install PyTorch for ROCm"' in problem
 
 
-def test_a_torch_whose_version_file_cannot_be_read_is_given_the_benefit_of_the_doubt(machine: Machine) -> None:
+def test_a_torch_whose_version_file_cannot_be_read_is_damaged(machine: Machine) -> None:
     three(machine)
     machine.torch("hip = (")
     (device, *_) = machine.probe().devices
-    assert (device.runtime_version, device.problems) == (None, ())
+    (problem,) = device.problems
+    assert device.runtime_version is None
+    assert "the installed torch is damaged" in problem
 
 
 def test_the_probe_may_be_called_again_and_sees_what_changed(machine: Machine) -> None:
