@@ -46,7 +46,11 @@ def checked_device(settings: Settings, device: Any) -> Platform | str | None:
     """A platform, or the name of a device; None for any. A torch device is taken by its name."""
     if device is None:
         return settings.platform
-    return device if isinstance(device, Platform) else str(device)
+    if isinstance(device, Platform):
+        return device
+    if not str(device).strip():
+        raise SpecError("device must be a kind, a torch device, a simulated device or a platform, not ''.")
+    return str(device)
 
 
 def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
@@ -59,10 +63,14 @@ def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
     if not all(isinstance(s, AttentionSpec) for s in specs):
         raise SpecError("spec must be an AttentionSpec, or a list of them with one for each layer.")
     if not specs or num_layers not in (None, len(specs)):
-        raise SpecError(f"{len(specs)} specs were given for {num_layers} layers: give one for each layer.")
-    caches = {s.cache_spec(num_layers=1, page_size=1, layout="NHD") for s in specs}
-    if len(caches) > 1 or len({s.dtype for s in specs}) > 1:
-        raise SpecError("layers that share a KV cache must have the same KV heads, head dims and dtypes.")
+        wanted = "at least one layer" if num_layers is None else f"{num_layers} layers"
+        raise SpecError(f"{len(specs)} specs were given for {wanted}: give one for each layer.")
+    caches = [(s.cache_spec(num_layers=1, page_size=1, layout="NHD"), s.dtype) for s in specs]
+    if odd := next((number for number, cache in enumerate(caches) if cache != caches[0]), None):
+        raise SpecError(
+            f"layers that share a KV cache must have the same KV heads, head dims and dtypes: layer 0 is [{specs[0]}], "
+            f"layer {odd} is [{specs[odd]}]. Make a runtime for each kind."
+        )
     return specs
 
 

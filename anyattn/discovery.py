@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from anyattn.plugins.isolation import describe, run_side_by_side
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
 from anyattn.plugins.requirements import missing_packages
-from anyattn.settings import Settings
+from anyattn.settings import Settings, misspelled_variables
 
 SIMULATED = "sim:"
 """What the names of simulated devices begin with where a device is asked for."""
@@ -103,10 +104,10 @@ def load_offers(plugins: PluginManager) -> None:
     candidates(plugins)
     detect(plugins)
     for offer in plugins.simulated_devices().values():
-        device = plugins.load(offer)
-        if device is not None and not (isinstance(device, Platform) and device.simulated):
-            text = f"{offer.name!r} of {offer.owner}: {offer.target} is no Platform with simulated=True."
-            plugins.report(text, plugin=offer.plugin)
+        try:
+            _simulated(offer)
+        except PluginLoadError as error:
+            plugins.report(str(error), error, plugin=offer.plugin)
 
 
 def current_platform(settings: Settings | None = None, plugins: PluginManager | None = None) -> Platform:
@@ -124,15 +125,30 @@ def find_device(plugins: PluginManager, wanted: str | None, detection: Detection
 
     Raises NoDeviceError when it is not there, with what is.
     """
-    if wanted is None or not wanted.startswith(SIMULATED):
-        return choose_device(detection, wanted)
     offers = plugins.simulated_devices()
+    if wanted is None or not wanted.startswith(SIMULATED):
+        try:
+            return choose_device(detection, wanted)
+        except NoDeviceError as error:
+            if wanted in offers:
+                raise NoDeviceError(f"{error} Was {SIMULATED}{wanted}, the simulated one, meant?") from None
+            raise
     offer = offers.get(wanted.removeprefix(SIMULATED))
-    platform = None if offer is None else plugins.load(offer)
-    if not (isinstance(platform, Platform) and platform.simulated):
+    if offer is None:
         known = ", ".join(f"{SIMULATED}{name}" for name in sorted(offers))
         raise NoDeviceError(f"There is no simulated device {wanted!r}: there are {known}.")
-    return platform
+    try:
+        return _simulated(offer)
+    except PluginLoadError as error:
+        raise NoDeviceError(f"{wanted} cannot be used: {error}") from error
+
+
+def _simulated(offer: Offer) -> Platform:
+    """Raises PluginLoadError when it cannot be loaded, or is something else."""
+    device = offer.load()
+    if not (isinstance(device, Platform) and device.simulated):
+        raise PluginLoadError(f"{offer.name!r} of {offer.owner}: {offer.target} is no Platform with simulated=True.")
+    return device
 
 
 def require_usable(platform: Platform) -> Platform:
@@ -153,13 +169,18 @@ def choose_device(detection: Detection, wanted: str | None) -> Platform:
     Raises NoDeviceError when there is none, with what was found.
     """
     found = "; ".join(f"{d} ({'; '.join(d.problems) or 'usable'})" for d in detection.devices) or "nothing"
-    matching = [d for d in detection.devices if wanted is None or wanted in (d.kind, d.torch_device)]
+    matching = [d for d in detection.devices if wanted is None or wanted in device_names(d)]
     usable = [device for device in matching if not device.problems]
     if usable:
         return usable[0]
     asked = f"No device {wanted!r} can be used here" if wanted else "No device can be used here"
-    looked = f" Looked for: {', '.join(detection.kinds)}." if detection.kinds else ""
+    looked = f" Looked for: {', '.join(detection.kinds)}; `anyattn doctor` shows more." if detection.kinds else ""
     raise NoDeviceError(f"{asked}. Found: {found}.{looked} {' '.join(detection.problems)}".rstrip())
+
+
+def device_names(device: Platform) -> tuple[str, ...]:
+    """What a device may be asked for by: its kind, and what torch calls it, with or without an index of 0."""
+    return device.kind, device.torch_device, *([] if ":" in device.torch_device else [f"{device.torch_device}:0"])
 
 
 def candidates(plugins: PluginManager, detection: Detection | None = None) -> Candidates:
@@ -201,7 +222,9 @@ def candidates(plugins: PluginManager, detection: Detection | None = None) -> Ca
         problems=(
             *(f"{device} cannot be used here: {'; '.join(device.problems)}" for device in unusable),
             *plugins.problems,
+            *misspelled_variables(os.environ),
         ),
+        kept_out=tuple(record.name for record in plugins.records if record.state == "not allowed"),
     )
 
 

@@ -10,8 +10,8 @@ from anyattn.arguments import checked_device, checked_layers, checked_preference
 from anyattn.attention.judge import judge
 from anyattn.attention.select import select_layers
 from anyattn.attention.selection import Candidates, Preference, Selection, Verdict
-from anyattn.attention.spec import AttentionSpec, layer_kinds
-from anyattn.discovery import SIMULATED, Detection, candidates, detect, find_device, plugin_manager
+from anyattn.attention.spec import AttentionSpec, layer_kinds, stretches
+from anyattn.discovery import SIMULATED, Detection, candidates, detect, device_names, find_device, plugin_manager
 from anyattn.errors import AnyattnError, NoBackendError, NoDeviceError
 from anyattn.platforms.base import Platform
 from anyattn.plugins.manager import PluginManager
@@ -48,7 +48,9 @@ class Survey:
         """What would be chosen for each distinct spec, and why not the others; the error where nothing would be."""
         if self.error is not None:
             return str(self.error)
-        return "\n\n".join(selection.explain() for selection in self.selections.values())
+        kinds = layer_kinds(self.layers)
+        titles = [f"layers    {stretches(layers)}\n" if len(kinds) > 1 else "" for layers in kinds.values()]
+        return "\n\n".join(title + self.selections[kind].explain() for title, kind in zip(titles, kinds, strict=True))
 
 
 def survey(
@@ -107,7 +109,7 @@ def survey_layers(
     except NoDeviceError as refusal:
         error = refusal
         # What is asked for but cannot be used is still judged; so is whatever is here where nothing was asked for.
-        platform = next((d for d in detection.devices if wanted in (None, d.kind, d.torch_device)), None)
+        platform = next((d for d in detection.devices if wanted in (None, *device_names(d))), None)
     except NoBackendError as refusal:
         error = refusal
     return Survey(
@@ -122,17 +124,22 @@ def survey_layers(
     )
 
 
-def backends_on(platform: Platform, spec: AttentionSpec | None = None) -> tuple[str, ...]:
+def backends_on(platform: Platform, spec: AttentionSpec | Sequence[AttentionSpec] | None = None) -> tuple[str, ...]:
     """What `Platform.backends` says."""
     offered = candidates(plugin_manager())
-    if spec is not None:
-        verdicts = judge(spec, platform, offered, Preference())
-        valid = sorted((v for v in verdicts if not v.reasons), key=lambda v: (-v.priority, v.name))
-        return tuple(dict.fromkeys(verdict.name for verdict in valid))
-    if platform.problems:
-        return ()
-    return tuple(
-        candidate.name
-        for candidate in sorted(offered.backends, key=lambda candidate: candidate.name)
-        if not list(candidate.capabilities.device_reasons(platform)) and (platform.simulated or not candidate.missing)
-    )
+    if spec is None:
+        return tuple(
+            candidate.name
+            for candidate in sorted(offered.backends, key=lambda candidate: candidate.name)
+            if not (platform.problems or list(candidate.capabilities.device_reasons(platform)))
+            and (platform.simulated or not candidate.missing)
+        )
+    layers = checked_layers(spec, 1 if isinstance(spec, AttentionSpec) else None)
+    best: dict[str, float] = {}
+    serving = {candidate.name for candidate in offered.backends}
+    for kind in layer_kinds(layers):
+        valid = [verdict for verdict in judge(kind, platform, offered, Preference()) if not verdict.reasons]
+        serving &= {verdict.name for verdict in valid}
+        for verdict in valid:
+            best[verdict.name] = max(best.get(verdict.name, verdict.priority), verdict.priority)
+    return tuple(sorted(serving, key=lambda name: (-best[name], name)))

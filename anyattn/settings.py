@@ -64,7 +64,7 @@ def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
     problems = []
     for name in sorted(environ):
         if name.startswith("ANYATTN_") and name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, n=1)
+            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.93)
             meant = f"is {near[0]} meant?" if near else f"there are {', '.join(VARIABLES)}"
             problems.append(f"{name} is set, and anyattn reads no such variable: {meant}")
     return problems
@@ -80,7 +80,7 @@ def _names(environ: Mapping[str, str], variable: str, *, most: int | None = None
 
 
 def _positive_int(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "")
+    text = environ.get(name, "").strip()
     if not text:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < 1:

@@ -111,6 +111,13 @@ class IntSet:
         text = upper if self.maximum is None else f"{self.minimum} to {self.maximum}"
         return text if self.multiple_of == 1 else f"{text}, in multiples of {self.multiple_of}"
 
+    def nearest(self, number: int) -> int:
+        """The member that is closest to a number, for remedies."""
+        if self.values is not None:
+            return min(self.values, key=lambda value: (abs(value - number), value))
+        last = number if self.maximum is None else min(number, self.maximum)
+        return max(last // self.multiple_of * self.multiple_of, self.example())
+
     def example(self) -> int:
         """The smallest member, for remedies."""
         if self.values is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from anyattn.attention.select import select_layers
 from anyattn.attention.selection import Selection
 from anyattn.attention.spec import AttentionSpec
 from anyattn.discovery import candidates, detect, find_device, plugin_manager, require_usable
-from anyattn.errors import AnyattnError, ContractError, PluginLoadError, contained
+from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, contained
 from anyattn.mem_cache.base import KVAllocator, KVPool
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.platforms.base import Platform
@@ -73,8 +74,20 @@ def create_runtime(
         detection = detect(plugins)
         wanted = find_device(plugins, wanted, detection)
     platform = require_usable(wanted)
+    _require_torch(platform)
     selections = select_layers(layers, platform, candidates(plugins, detection), preference)
     return _assemble(layers, selections, plugins, num_pages, debug=settings.debug)
+
+
+def _require_torch(platform: Platform) -> None:
+    """Raises NoDeviceError when torch cannot be imported, or knows no such device."""
+    try:
+        importlib.import_module("torch").device(platform.torch_device)
+    except Exception as error:
+        raise NoDeviceError(
+            f"torch cannot drive {platform}: {type(error).__name__}: {error}. `anyattn doctor` shows the torch that is "
+            "installed; a plugin's device has to be called what torch calls it (torch_device)."
+        ) from error
 
 
 def _assemble(

@@ -266,7 +266,7 @@ class Capabilities:
                 field="page_size",
                 wanted=str(page_size),
                 supported=str(self.page_sizes),
-                remedy=f"set page_size={self.page_sizes.example()}",
+                remedy=f"set page_size={self.page_sizes.nearest(page_size)}",
             )
         if layout is not None and layout not in self.layouts:
             yield _replace_reason("layout", layout, self.layouts)

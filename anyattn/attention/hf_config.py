@@ -56,7 +56,7 @@ def _load(config: Any) -> tuple[dict[Any, Any], str]:
     except FileNotFoundError:
         raise SpecError(
             f"{path} does not exist. Give the path of a config.json or of the folder that holds it; nothing is "
-            "downloaded (`hf download REPOSITORY config.json` does that)."
+            "downloaded (`hf download REPOSITORY config.json` does that), and presets are read by from_preset."
         ) from None
     except (OSError, ValueError, RecursionError, TypeError) as error:
         raise SpecError(f"{shown(config)} cannot be read as JSON: {error}. Give the path of a config.json.") from error

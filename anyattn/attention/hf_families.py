@@ -181,6 +181,8 @@ def _windows(fields: Fields, family: Family) -> list[int | None]:
         local = family.local(fields, num_layers, window)
     elif window is None:
         local = [False] * num_layers
+    elif fields.peek("sliding_window_pattern") is not None:
+        local = _local_but_every_nth(fields, num_layers, window)
     else:
         raise SpecError(
             f"sliding_window is {window}, and nothing says which layers have it: give a dict with layer_types (a list "
@@ -295,6 +297,9 @@ NOT_SERVED: Mapping[str, str] = {
     "llama4": "they attend in chunks",
     "llama4_text": "they attend in chunks",
     "longcat_flash": "they have two attentions a layer, with scales in their code",
+    "mt5": "their scores have a relative bias, and no scale",
     "paligemma": "their prompts attend both ways",
+    "t5": "their scores have a relative bias, and no scale",
+    "umt5": "their scores have a relative bias, and no scale",
 }
 """Model types whose config does not say what their attention is."""

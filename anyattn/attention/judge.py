@@ -79,7 +79,7 @@ _TORCH_IN_EXTRA = ("cpu", "cuda", "ascend")
 
 def _for_device(missing: Reason, platform: Platform) -> Reason:
     """What is missing, with the torch that such a device needs."""
-    if Requirement(missing.wanted).name != "torch":
+    if Requirement(missing.wanted).name != "torch" or "--force-reinstall" in missing.remedy:
         return missing
     remedy = f"install torch for {platform.kind}: `anyattn doctor` names the vendor's page on such a machine"
     if platform.kind in _TORCH_IN_EXTRA:
@@ -123,8 +123,8 @@ def _other_backends(
     paired: dict[Role, list[str]] = {}
     for role, other in (ROLES, ROLES[::-1]):
         asked = preference.backends(other)
-        partners = [asked] if asked else [(name,) for name in valid[other]]
-        partners = [names for names in partners if all(name in valid[other] for name in names)]
+        held = asked and all(name in valid[other] for name in asked)  # what is asked for and refused has to go as well
+        partners = [asked] if held else [(name,) for name in valid[other]]
         paired[role] = [name for name in valid[role] if any(agree(name, *names) for names in partners)]
     if spec.deterministic or paired["prefill"] == paired["decode"] == alone:
         return dict.fromkeys(ROLES, _setting("backend", alone))

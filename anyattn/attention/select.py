@@ -152,7 +152,7 @@ class _Contest:
             wanted = preference.backends(role)
             for name in wanted or [None]:
                 if not found or (name is not None and name not in {verdict.name for verdict in found}):
-                    raise NoBackendError(_refusal(spec, platform, role, name, verdicts, candidates.problems))
+                    raise NoBackendError(_refusal(spec, platform, role, name, verdicts, candidates))
             valid[role] = [verdict for verdict in found if not wanted or verdict.name in wanted]
         capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
         return cls(spec, platform, capabilities, verdicts, valid, preference.decode_backends)
@@ -223,7 +223,7 @@ def _refusal(
     role: Role,
     wanted: str | None,
     verdicts: Sequence[Verdict],
-    problems: Sequence[str],
+    candidates: Candidates,
 ) -> str:
     in_role = [verdict for verdict in verdicts if verdict.role == role]
     valid = [verdict.name for verdict in in_role if not verdict.reasons]
@@ -233,13 +233,15 @@ def _refusal(
     elif wanted not in {verdict.name for verdict in in_role}:
         names = ", ".join(sorted(verdict.name for verdict in in_role))
         head = f"There is no attention backend named {wanted!r}: there are {names}."
+        if candidates.kept_out:
+            head += f" Plugins that ANYATTN_PLUGINS keeps out: {', '.join(candidates.kept_out)}."
         shown = []
     else:
         head = f"Attention backend {wanted!r} was asked for and cannot serve {role} of [{spec}] on {platform}."
         shown = [verdict for verdict in in_role if verdict.name == wanted]
     lines = [f"  {verdict.name}: {'; '.join(map(str, verdict.reasons))}" for verdict in shown]
     tail = f"Valid here: {', '.join(valid)}." if valid else "`anyattn backends` shows every backend with its reasons."
-    return "\n".join([head, *lines, *problems, tail])
+    return "\n".join([head, *lines, *candidates.problems, tail])
 
 
 def _disagreement(

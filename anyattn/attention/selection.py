@@ -33,6 +33,8 @@ class Candidates:
     pools: Mapping[str, PoolCapabilities]
     problems: tuple[str, ...] = ()
     """In words, what kept a plugin or a device from being among the candidates; shown with every answer."""
+    kept_out: tuple[str, ...] = ()
+    """Plugins that are installed and not named by ANYATTN_PLUGINS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +126,16 @@ class Selection:
             if role == "decode" and self.decode_by_load is not None:
                 for other in self.backends(role):
                     regions = "; ".join(self.decode_by_load.regions(other))
-                    lines.append(f"by load   {other} serves {regions}")
+                    lines.append(f"loads     {other} serves {regions}")
         paging = f"page size {self.page_size}, layout {self.layout}, allocator {self.allocator}, pool {self.pool}"
         return [*lines, f"paging    {paging}"]
 
     def explain(self) -> str:
         """What was chosen, and why not the others."""
-        lines = [f"spec      {self.spec}", f"device    {self.platform}", *self.summary()]
+        simulated = ", simulated" if self.platform.simulated else ""
+        if simulated and not self.preference.installed_only:
+            simulated += ": packages are taken as installed"
+        lines = [f"spec      {self.spec}", f"device    {self.platform}{simulated}", *self.summary()]
         others = [
             (name, text)
             for name in sorted({verdict.name for verdict in self.verdicts})
@@ -173,7 +178,7 @@ class Selection:
                 better = " or ".join(self.backends(verdict.role))
                 texts.append(f"valid and asked for, but for every batch {better} has the higher priority")
             elif asked:
-                texts.append(f"valid, but {' and '.join(asked)} was asked for")
+                texts.append(f"valid, but {' and '.join(asked)} {'was' if len(asked) == 1 else 'were'} asked for")
             elif verdict.priority > self._verdict(chosen, verdict.role).priority:
                 texts.append(
                     f"valid, with priority {verdict.priority:g}, but page size and layout find no agreement with it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +251,13 @@ class AttentionSpec:
                 if value != field.default:
                     shown.append(f"{field.name}={value.name.lower() if field.name == 'graph' else value}")
         return ", ".join(shown)
+
+
+def stretches(layers: Sequence[int]) -> str:
+    """Layers by number, neighbours joined: "0-4, 6-10"."""
+    firsts = [number for number in layers if number - 1 not in layers]
+    lasts = [number for number in layers if number + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def layer_kinds(specs: Iterable[AttentionSpec]) -> dict[AttentionSpec, list[int]]:

@@ -5,7 +5,9 @@ One file a command. Nothing here imports torch before a model has to be loaded.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +15,7 @@ from typing import Annotated
 import typer
 
 from anyattn.cli import backends, doctor, generate, plugins
-from anyattn.cli.output import installed_version, show_error
+from anyattn.cli.output import Answered, installed_version, show_error, show_json
 from anyattn.errors import AnyattnError
 
 app = typer.Typer(
@@ -48,16 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: without the program's name; by default the process's own.
     """
+    if sys.stdout is None:  # closed by whoever started the process
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot encode
     try:
         app(args=argv, prog_name="anyattn")
+        sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    except Answered as answer:
+        show_error(answer)
+        return 1
     except AnyattnError as error:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            show_json({"error": str(error)})
         show_error(error)
         return 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 what is left over goes nowhere
+        show_error(error)
+        return 1
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +12,8 @@ from rich.text import Text
 
 from anyattn.attention.presets import PRESETS
 from anyattn.attention.selection import Selection, Verdict, backends_json
-from anyattn.attention.spec import AttentionSpec, layer_kinds
-from anyattn.cli.output import section, show, show_json
+from anyattn.attention.spec import AttentionSpec, layer_kinds, stretches
+from anyattn.cli.output import Answered, section, show, show_json
 from anyattn.dry_run import Survey, survey
 from anyattn.plugins.isolation import stdout_on_stderr
 from anyattn.types import KV_LAYOUTS, ROLES, GraphLevel, KVLayout, Reason, Role
@@ -35,6 +34,12 @@ def backends(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
     backend: Annotated[str | None, typer.Option(help="Choose this one. [default: the best valid ones]")] = None,
+    prefill_backend: Annotated[str | None, typer.Option(help="Choose this one for prefill.")] = None,
+    decode_backend: Annotated[
+        list[str] | None, typer.Option(help="Choose this one for decode; repeated, these share it by load.")
+    ] = None,
+    allocator: Annotated[str | None, typer.Option(help="KV allocator. [default: the best valid one]")] = None,
+    pool: Annotated[str | None, typer.Option(help="KV pool. [default: the best valid one]")] = None,
     layout: Annotated[str | None, typer.Option(help="Of a page, NHD or HND. [default: negotiated]")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of queries, keys, values. [default: the model's]")] = None,
     graph: Annotated[str, typer.Option(help="Replayable batches: never, decode, uniform or always.")] = "never",
@@ -86,6 +91,10 @@ def backends(
             [spec.replace(**asked) for spec in layers],
             device=None if device == "auto" else device,
             backend=backend,
+            prefill_backend=prefill_backend,
+            decode_backend=decode_backend or None,
+            allocator=allocator,
+            pool=pool,
             page_size=page_size,
             layout=_layout(layout),
             installed_only=installed_only,
@@ -95,12 +104,12 @@ def backends(
     else:
         _report(found, model, tp)
     if found.error is not None:
-        raise found.error
+        raise Answered(found.error)
 
 
 def _layers(model: str, tp: int, dtype: str | None, kv_dtype: str) -> tuple[AttentionSpec, ...]:
     """A preset's layers, or those of a config.json."""
-    if model not in PRESETS and (os.sep in model or Path(model).exists() or model.endswith(".json")):
+    if model not in PRESETS and (os.sep in model or os.path.exists(model) or model.endswith(".json")):
         return AttentionSpec.from_hf_config(model, tp, dtype=dtype, kv_dtype=kv_dtype)
     return AttentionSpec.from_preset(model, tp, dtype=dtype, kv_dtype=kv_dtype)
 
@@ -118,13 +127,6 @@ def _layout(name: str | None) -> KVLayout | None:
     if name is not None and found is None:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(KV_LAYOUTS)}.", param_hint="--layout")
     return found
-
-
-def _stretches(layers: Sequence[int]) -> str:
-    """Layers by number, stretches joined: "0-4, 6-10"."""
-    firsts = [number for number in layers if number - 1 not in layers]
-    lasts = [number for number in layers if number + 1 not in layers]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def _document(found: Survey, model: str | None, tp: int) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _report(found: Survey, model: str | None, tp: int) -> None:
     for spec, numbers in kinds.items():
         if verdicts := found.verdicts.get(spec):
             selection = found.selections.get(spec)
-            which = "" if len(kinds) == 1 else f"layers {_stretches(numbers)}: "
+            which = "" if len(kinds) == 1 else f"layers {stretches(numbers)}: "
             show()
             show(Text(f"{which}{spec}", style="bold"))
             show(_table(verdicts, selection))
@@ -177,7 +179,7 @@ def _report(found: Survey, model: str | None, tp: int) -> None:
 def _table(verdicts: Sequence[Verdict], selection: Selection | None) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for title in ("backend", "from", "status", "installed", *ROLES):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, no_wrap=True, overflow="ellipsis", min_width=len(title))
     for name in dict.fromkeys(verdict.name for verdict in verdicts):
         by_role = {verdict.role: verdict for verdict in verdicts if verdict.name == name}
         first = next(iter(by_role.values()))

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from anyattn.arguments import checked_preference
 from anyattn.attention.spec import AttentionSpec
-from anyattn.cli.output import gibibytes, installed_version, section, show, show_json
+from anyattn.cli.output import Answered, gibibytes, installed_version, section, show, show_json
 from anyattn.discovery import SIMULATED, plugin_manager
 from anyattn.dry_run import Survey, survey_layers
 from anyattn.errors import NoDeviceError
@@ -51,7 +51,7 @@ def doctor(
     else:
         _report(found)
     if found.error is not None:
-        raise found.error
+        raise Answered(found.error)
 
 
 def _document(found: Survey) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _report(found: Survey) -> None:
     if remedies := _remedies(found):
         section("what would help", (("-", remedy) for remedy in remedies))
     if found.selection is not None:
-        show(found.selection.explain())
+        show(dataclasses.replace(found.selection, problems=()).explain())  # which are told above
     elif found.device is not None:
         show(f"device    {found.device}")
 

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from anyattn.cli.output import error_console, gibibytes, show, show_json
-from anyattn.discovery import detect, find_device, plugin_manager, require_usable
+from anyattn.discovery import detect, device_names, find_device, plugin_manager, require_usable
 from anyattn.errors import AnyattnError, NoBackendError
 from anyattn.platforms.base import Platform
 from anyattn.plugins.isolation import stdout_on_stderr
@@ -109,7 +109,7 @@ def generate(
 def _usable_device(plugins: PluginManager, wanted: str | None) -> Platform:
     """As `create_runtime` would choose it, but what is not installed is said all at once."""
     detection = detect(plugins)
-    first = next((d for d in detection.devices if wanted in (None, d.kind, d.torch_device)), None)
+    first = next((d for d in detection.devices if wanted in (None, *device_names(d))), None)
     missing = missing_packages(_PACKAGES, f"{first.kind},transformers") if first is not None else ()
     if missing:
         lacking = ", ".join(f"{reason.wanted} ({reason.supported})" for reason in missing)

@@ -45,6 +45,10 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
+class Answered(Exception):
+    """Ends a command that has printed its whole answer, and whose answer is no: what is left to tell is why."""
+
+
 def show_error(error: Exception) -> None:
     """Prints an error's text as one paragraph to stderr."""
     error_console().print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
@@ -66,6 +70,8 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+    except Exception:
+        return "unknown, as its metadata are damaged"
 
 
 def gibibytes(count: int) -> str:

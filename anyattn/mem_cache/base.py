@@ -37,7 +37,7 @@ class AllocatorCapabilities:
                     field="page_size",
                     wanted=str(page_size),
                     supported=str(self.page_sizes),
-                    remedy=f"set page_size={self.page_sizes.example()}",
+                    remedy=f"set page_size={self.page_sizes.nearest(page_size)}",
                 )
             )
         return reasons

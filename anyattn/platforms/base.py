@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from anyattn.types import GraphLevel, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from anyattn.attention.spec import AttentionSpec
 
 
@@ -66,10 +68,11 @@ class Platform:
             if not all(isinstance(member, str) for member in getattr(self, name)):
                 raise TypeError(f"{name} of a Platform must hold strings")
 
-    def backends(self, spec: AttentionSpec | None = None) -> tuple[str, ...]:
+    def backends(self, spec: AttentionSpec | Sequence[AttentionSpec] | None = None) -> tuple[str, ...]:
         """Names of the attention backends that are valid on this device, those of plugins too.
 
-        spec: they also have to serve these layers, in at least one role; then the best is first, otherwise by name.
+        spec: of all layers, or one for each: they also have to serve these, in at least one role. The best is then
+            first, otherwise they are sorted by name.
         """
         # The one place where facts lead on to what can be done with them: for people at a prompt. The import waits for
         # the call, because everything else is built on this file.

@@ -89,7 +89,8 @@ def stdout_on_stderr() -> Iterator[None]:
 
     It holds for the whole process, so it is for commands, not for libraries.
     """
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     kept = None
     with contextlib.suppress(OSError):  # a process may have been started without stdout or stderr
         kept = os.dup(1)

@@ -62,7 +62,10 @@ class PluginManager:
             elif name == BUILTIN:
                 problem = f"plugin name {name!r} is the built-in's; that of {owners} is not loaded: rename it."
             elif len(rivals) > 1:
-                problem = f"plugin name {name!r} is taken by {owners}; none is loaded: uninstall one of them."
+                remedy = "uninstall one of them"
+                if len({rival.distribution for rival in rivals}) == 1:
+                    remedy = "its author has to rename one"
+                problem = f"plugin name {name!r} is taken by {owners}; none is loaded: {remedy}."
             else:
                 self._register(rivals[0])
                 continue
@@ -158,6 +161,8 @@ class PluginManager:
             if is_builtin or len(rivals) == 1:
                 agreed[name] = rivals[0]
             kept = "none is used: uninstall one or keep it out with ANYATTN_PLUGINS"
+            if len({rival.plugin for rival in rivals}) == 1:
+                kept = "none is used: the plugin must offer it once"
             if is_builtin:
                 kept = "the built-in is used: the plugin must choose another name"
             owners = " and ".join(rival.owner for rival in rivals)

@@ -252,7 +252,7 @@ def test_mla_refuses_a_v_and_up_projections_that_do_not_fit():
         ({"num_pages": 2**24, "page_size": 1024}, ContractError, "could not be had"),
         ({"num_layers": None}, SpecError, "num_layers must be given"),
         ({"layout": "DNH"}, SpecError, "layout must be NHD or HND"),
-        ({"pool": ""}, NoBackendError, "no KV pool named ''"),
+        ({"pool": ""}, SpecError, "pool must be a name, not ''"),
         ({"device": "npu"}, NoDeviceError, "No device 'npu' can be used here"),
         ({"num_layers": 0}, SpecError, "num_layers must be a positive integer"),
         ({"num_pages": 0}, SpecError, "num_pages must be an integer"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -63,22 +64,49 @@ def test_wrong_usage_exits_2(anyattn, argv):
 
 
 def test_an_interrupt_exits_130_quietly(anyattn, stranger):
+    gate = threading.Event()
+
     def interrupted():
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
+        gate.wait(60)
 
     stranger(at_probe=interrupted)
     ended = anyattn("doctor")
+    gate.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "anyattn plugin"]:
+        thread.join(60)
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
 def test_a_bug_keeps_its_plain_traceback(monkeypatch):
-    def bug(name):
+    def bug(*arguments, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("importlib.metadata.version", bug)
+    monkeypatch.setattr("json.dumps", bug)
     with pytest.raises(ZeroDivisionError):
-        main(["doctor"])
+        main(["doctor", "--json"])
+
+
+@pytest.mark.parametrize(
+    "argv", [["backends", "--model", "nope"], ["backends", "--kv-dtype", "fp8"], ["doctor"], ["plugins"]], ids=str
+)
+def test_with_json_a_refusal_is_an_object_too(anyattn, monkeypatch, argv):
+    if len(argv) == 1:
+        monkeypatch.setenv("ANYATTN_PAGE_SIZE", "x")
+    ended = anyattn(*argv, "--json")
+    (error,) = json.loads(ended.out).values()
+    assert (ended.code, ended.err) == (1, f"error: {error}\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "> /dev/full"])
+@pytest.mark.parametrize("command", ["doctor", "backends --json", "plugins"])
+def test_a_closed_or_full_stdout_is_no_traceback(closed, command):
+    run = f"{sys.executable} -m anyattn {command} {closed}"
+    ended = subprocess.run(["sh", "-c", run], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in ended.stderr
+    if closed == "> /dev/full":
+        assert ended.returncode == 1
+        assert "No space left on device" in ended.stderr
 
 
 def test_the_version_is_the_distributions(anyattn):

@@ -101,7 +101,7 @@ def test_strict_mode_refuses_with_the_same_text(anyattn, install, monkeypatch):
     install("zoo", broken="zoo_nonesuch:Backend")
     problem = json.loads(anyattn("plugins", "--json").out)["plugins"][1]["problems"][0]
     monkeypatch.setenv("ANYATTN_STRICT", "1")
-    ended = anyattn("plugins", "--json")
+    ended = anyattn("plugins")
     assert (ended.code, ended.out, ended.err) == (1, "", f"error: {problem}\n")
 
 
