@@ -17,7 +17,7 @@ from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.plugins.isolation import describe, run_side_by_side
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
-from anyattn.plugins.requirements import missing_packages
+from anyattn.plugins.requirements import missing_packages, missing_programs
 from anyattn.settings import Settings, misspelled_variables
 
 SIMULATED = "sim:"
@@ -195,6 +195,7 @@ def candidates(plugins: PluginManager, detection: Detection | None = None) -> Ca
             continue
         try:
             missing = missing_packages(capabilities.packages, capabilities.extra)
+            missing += missing_programs(capabilities.programs)
         except Exception as error:
             text = f"{offer.name!r} of {offer.owner} declares packages that cannot be read: {error}"
             plugins.report(text, error, plugin=offer.plugin)

@@ -111,6 +111,7 @@ def _declared(c: Capabilities) -> list[tuple[str, str]]:
         *([("needs", _names(c.features))] if c.features else []),
         *((title, _names(names)) for title, names in proven if names),
         ("packages", ", ".join(f"`{package}`" for package in c.packages) or "none"),
+        *([("programs", ", ".join(f"`{program}`" for program in c.programs))] if c.programs else []),
         ("dtypes", _names(c.dtypes)),
         ("KV dtypes", _names({"the spec's own", *c.kv_dtypes})),
         ("head dims", "; ".join(heads) or "none"),

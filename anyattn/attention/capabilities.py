@@ -39,6 +39,7 @@ class Capabilities:
     features: instruction sets or units the device must have.
     packages: what must be installed, as requirement strings ("flashinfer-python>=0.6"), and `extra` the extra of
         anyattn that brings them.
+    programs: what must be on the PATH, by name; "$CXX|g++" is what the variable CXX names, g++ where it is not set.
     kv_dtypes: dtypes of the cache served besides the spec's own, any of them with any of `dtypes`; fp8 is read as
         value times scale. Leave it empty where the cache has q's dtype.
     head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
@@ -58,6 +59,7 @@ class Capabilities:
     features: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     extra: str = ""
+    programs: tuple[str, ...] = ()
     dtypes: frozenset[str]
     kv_dtypes: frozenset[str] = frozenset()
     head_dims: IntSet | None = None
@@ -101,7 +103,16 @@ class Capabilities:
         for name in ("device_kinds", "archs"):
             if getattr(self, name) == frozenset():
                 raise ContractError(f"capabilities: {name} must not be empty; None means every one.")
-        for name in ("device_kinds", "archs", "features", "run_on", "emulated_on", "contract_tested_on", "packages"):
+        for name in (
+            "device_kinds",
+            "archs",
+            "features",
+            "run_on",
+            "emulated_on",
+            "contract_tested_on",
+            "packages",
+            "programs",
+        ):
             if not all(isinstance(member, str) and member for member in getattr(self, name) or ()):
                 raise ContractError(f"capabilities: {name} must hold strings, not {getattr(self, name)!r}.")
         for name in ("head_dim_pairs", "mla_dims"):
@@ -276,7 +287,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("device_kinds", "archs"), (frozenset, type(None))),
     **dict.fromkeys(("features", "dtypes", "kv_dtypes", "head_dim_pairs", "mla_dims", "phases", "causal"), frozenset),
     **dict.fromkeys(("run_on", "emulated_on", "contract_tested_on"), frozenset),
-    **dict.fromkeys(("packages", "layouts"), tuple),
+    **dict.fromkeys(("packages", "programs", "layouts"), tuple),
     **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
     "head_dims": (IntSet, type(None)),
     "preferred_page_size": (int, type(None)),

@@ -79,7 +79,11 @@ _TORCH_IN_EXTRA = ("cpu", "cuda", "ascend")
 
 def _for_device(missing: Reason, platform: Platform) -> Reason:
     """What is missing, with the torch that such a device needs."""
-    if Requirement(missing.wanted).name != "torch" or "--force-reinstall" in missing.remedy:
+    if (
+        missing.field == "program"
+        or Requirement(missing.wanted).name != "torch"
+        or "--force-reinstall" in missing.remedy
+    ):
         return missing
     remedy = f"install torch for {platform.kind}: `anyattn doctor` names the vendor's page on such a machine"
     if platform.kind in _TORCH_IN_EXTRA:

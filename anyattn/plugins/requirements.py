@@ -1,9 +1,12 @@
-"""Whether the packages that a backend needs are installed, told from their metadata: nothing is imported."""
+"""Whether the packages and programs that a backend needs are here: nothing is imported or started."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 from collections.abc import Iterable
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -20,14 +23,33 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
+        brought = f"anyattn[{extra}]" if extra else text
+        remedy = f'pip install "{brought}"'
         try:
-            version = importlib.metadata.version(requirement.name)
+            version: Any = importlib.metadata.version(requirement.name)
+            if not isinstance(version, str):
+                raise ValueError("the metadata state no version")
+            if requirement.specifier.contains(version, prereleases=True):
+                continue
+            installed = f"{version} is installed"
         except importlib.metadata.PackageNotFoundError:
             installed = "not installed"
-        else:
-            if version is not None and requirement.specifier.contains(version, prereleases=True):
-                continue
-            installed = f"{version or 'an unknown version'} is installed"
-        wanted = f"anyattn[{extra}]" if extra else text
-        reasons.append(Reason(field="package", wanted=text, supported=installed, remedy=f'pip install "{wanted}"'))
+        except Exception:
+            installed = "its metadata are damaged"
+            remedy = f"pip install --force-reinstall {requirement.name}"
+        reasons.append(Reason(field="package", wanted=text, supported=installed, remedy=remedy))
+    return tuple(reasons)
+
+
+def missing_programs(programs: Iterable[str]) -> tuple[Reason, ...]:
+    """One reason for each program that is not on the PATH; written as in `Capabilities.programs`."""
+    reasons = []
+    for text in programs:
+        variable, _, default = text.partition("|") if text.startswith("$") else ("", "", text)
+        name = os.environ.get(variable.removeprefix("$")) or default
+        if shutil.which(name) is None:
+            other = f", or set {variable.removeprefix('$')} to another" if variable else ""
+            reasons.append(
+                Reason(field="program", wanted=name, supported="not on the PATH", remedy=f"install {name}{other}")
+            )
     return tuple(reasons)
