@@ -28,6 +28,7 @@ def anyattn_attention_backends() -> dict[str, str]:
     return {
         "flashinfer": "anyattn.hardware_backend.cuda.flashinfer:FlashInferBackend",
         "flex_attention": "anyattn.attention.flex_attention:FlexAttentionBackend",
+        "flex_attention_cpu": "anyattn.attention.flex_attention:FlexAttentionCPUBackend",
         "reference": "anyattn.attention.reference:ReferenceBackend",
         "torch_native": "anyattn.attention.torch_native:TorchNativeBackend",
     }
