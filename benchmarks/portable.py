@@ -57,19 +57,20 @@ def measured(
     spec: AttentionSpec, backend: str, new: Sequence[int], before: Sequence[int], options: argparse.Namespace
 ) -> tuple[torch.device, list[float]]:
     """Milliseconds of each step, the first one included."""
-    pages = sum(-(-(n + b) // 16) + 1 for n, b in zip(new, before, strict=True))
+    pages = sum(-(-(n + b + options.repeats) // 16) + 1 for n, b in zip(new, before, strict=True))
     rt = anyattn.create_runtime(
         spec, num_layers=options.layers, num_pages=pages, device=options.device, backend=backend, page_size=16
     )
     tokens = sum(new)
+    decodes = max(new) == 1
     q = torch.randn(tokens, spec.num_qo_heads, spec.head_dim, dtype=torch.bfloat16, device=rt.device)
     k, v = (
         torch.randn(tokens, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16, device=rt.device) for _ in range(2)
     )
     times = []
-    for _ in range(options.repeats + 1):
+    for repeat in range(options.repeats + 1):
         seqs = rt.new_sequences(len(new))
-        rt.extend(seqs, before)
+        rt.extend(seqs, [n + repeat * decodes for n in before])  # no two steps of an engine have the same lengths
         synchronize(rt.device)
         start = time.perf_counter()
         plan = rt.plan(rt.extend(seqs, new))

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -58,13 +59,19 @@ def test_the_support_matrix_is_what_the_declarations_say_and_every_choice_in_it_
 
 def test_the_plugin_of_the_architecture_page_passes_the_kit(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs/architecture.md").read_text()
-    hooks, backend = re.findall(r"```python\n# mine/[^\n]*\n(.*?)```", page, flags=re.DOTALL)
+    hooks, backend, devices = re.findall(r"```python\n# mine/[^\n]*\n(.*?)```", page, flags=re.DOTALL)
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text(hooks)
     (package / "backend.py").write_text(backend)
+    (package / "devices.py").write_text(devices)
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("mine", "mine", "anyattn.plugins")
     manager = PluginManager(entry_points=[point], strict=True)
     assert "loop" in {candidate.name for candidate in discovery.candidates(manager).backends}
+    assert discovery.find_device(manager, "sim:mine1", discovery.detect(manager)).name == "Mine One"
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/mine0" or exists(path))
+    mine = next(device for device in discovery.detect(manager).devices if device.kind == "mine")
+    assert "pip install torch-mine" in mine.problems[0]
     assert kit(["mine.backend:LoopBackend", "--device", "cpu"]) == 0, capsys.readouterr().out
