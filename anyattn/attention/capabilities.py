@@ -132,8 +132,8 @@ class Capabilities:
                 value = contained(value, platform, spec, role, load)
             except Exception as error:
                 raise ContractError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not -1e15 < float(value) < 1e15:
-            raise ContractError(f"{type(value).__name__} {value!r}"[:80])
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not -1e15 < value < 1e15:
+            raise ContractError(f"a value of type {type(value).__name__} that is no finite number below 1e15")
         return float(value)
 
     def status_on(self, platform: Platform) -> Status:

@@ -61,8 +61,8 @@ def check_contract(plugin: InstalledPlugin, version: Any) -> None:
         raise PluginLoadError(f"{who} states no contract version: set contract_version = {CONTRACT_VERSION} in it.")
     if not is_contract_version(version):
         raise PluginLoadError(
-            f"{who} states a contract version of type {type(version).__name__}, which is no integer: set "
-            f"contract_version = {CONTRACT_VERSION} in it."
+            f"{who} states a contract version of type {type(version).__name__}, which is no integer, or a huge one: "
+            f"set contract_version = {CONTRACT_VERSION} in it."
         )
     if version != CONTRACT_VERSION:
         behind, ahead = (name, "anyattn") if version < CONTRACT_VERSION else ("anyattn", name)

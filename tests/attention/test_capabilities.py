@@ -144,6 +144,27 @@ def test_every_field_of_the_spec_is_judged_and_no_other():
     assert {field.name for field in dataclasses.fields(AttentionSpec)} == _JUDGED_FIELDS
 
 
+def test_the_nearest_member_of_a_set_is_what_a_remedy_names():
+    assert IntSet(maximum=1024).nearest(5000) == 1024
+    assert IntSet(minimum=16, maximum=64, multiple_of=16).nearest(40) == 32
+    assert IntSet(minimum=16, multiple_of=16).nearest(3) == 16
+    assert ints(16, 64).nearest(60) == 64
+    assert reasons(SPEC, page_size=60)["page_size"].remedy == "set page_size=64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListingSpec(AttentionSpec):
+    """A spec whose new field has a default that is made anew for each."""
+
+    tags: tuple[str, ...] = dataclasses.field(default_factory=tuple)
+
+
+def test_a_default_that_is_made_is_neutral_too():
+    fields = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    assert reasons(ListingSpec(**fields)) == {}
+    assert reasons(ListingSpec(**fields, tags=("x",)))["tags"].remedy == "set tags=()"
+
+
 def test_int_sets_hold_what_they_say():
     assert [n for n in range(1, 70) if n in IntSet(minimum=16, maximum=64, multiple_of=16)] == [16, 32, 48, 64]
     assert str(IntSet(minimum=16, maximum=64, multiple_of=16)) == "16 to 64, in multiples of 16"
@@ -168,6 +189,17 @@ def test_int_sets_hold_what_they_say():
         {"dtypes": frozenset({"fp32"})},
         {"phases": frozenset({"extend"})},
         {"layouts": ("DNH",)},
+        {"features": frozenset({1})},
+        {"archs": frozenset({9})},
+        {"archs": frozenset()},
+        {"device_kinds": frozenset({"rocm", None})},
+        {"head_dim_pairs": frozenset({64})},
+        {"mla_dims": frozenset({(512, 0)})},
+        {"preferred_page_size": 48},
+        {"sinks": "no"},
+        {"deterministic": None},
+        {"priority": True},
+        {"programs": "g++"},
     ],
     ids=str,
 )

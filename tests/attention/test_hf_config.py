@@ -549,3 +549,13 @@ def test_published_configs_of_known_types_say_some_things_that_nothing_reads():
     assert read("RefinedWeb", parallel_attn=True, multi_query=True)[0].num_kv_heads == 1
     sizes = {"model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4}
     assert AttentionSpec.from_hf_config(sizes)[0].head_dim == 16
+
+
+def test_a_pattern_of_local_layers_is_read_for_unknown_types_too():
+    windows = [spec.sliding_window for spec in read("cohere9", sliding_window=8, sliding_window_pattern=2)]
+    assert windows == [8, None] * (len(windows) // 2)
+
+
+@pytest.mark.parametrize("name", ["t5", "mt5"])
+def test_scores_with_a_relative_bias_are_refused(name):
+    refused("relative bias", name)

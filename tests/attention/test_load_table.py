@@ -145,6 +145,8 @@ def test_a_priority_that_fails_for_some_loads_loses_them():
     found = select(SPEC, CPU, candidates(backend("moody", priority=moody), backend("steady", priority=1)))
     assert found.decode_by_load.pick(Load(num_seqs=1, kv_len=4096)) == "steady"
     assert found.decode_by_load.pick(Load(num_seqs=2, kv_len=4096)) == "moody"
+    problem = "the decode priority of moody fails for 1 sequences of 1 tokens: RuntimeError: not for one"
+    assert problem in found.explain()
 
 
 def test_plan_picks_by_the_batch_and_the_results_stay_those_of_one_cache(monkeypatch):

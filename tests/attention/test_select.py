@@ -6,6 +6,7 @@ import random
 import pytest
 
 from anyattn import AttentionSpec, Capabilities, NoBackendError, Platform
+from anyattn.attention.judge import judge
 from anyattn.attention.select import select, select_layers
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
@@ -205,3 +206,71 @@ def test_a_selection_is_plain_data():
     found = select(SPEC, CPU, candidates(backend("a")))
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.decode = "b"
+
+
+@pytest.mark.parametrize("value", [True, "99", float("nan"), None, 10**400, [1]], ids=lambda v: repr(v)[:9])
+def test_a_priority_that_is_no_number_refuses_its_own_backend_only(value):
+    some = candidates(backend("a", priority=lambda *facts: value), backend("b"))
+    assert select(SPEC, CPU, some).decode == "b"
+
+
+def test_priorities_are_compared_as_they_are():
+    some = candidates(backend("a", priority=lambda *facts: 3.1), backend("b", priority=lambda *facts: 3.9))
+    found = select(SPEC, CPU, some)
+    assert found.decode == "b"
+    assert "a: valid, with priority 3.1" in found.explain()
+
+
+def test_pools_and_allocators_have_priorities_too_behind_those_of_backends():
+    some = candidates(backend("a", preferred_page_size=16))
+    some = dataclasses.replace(
+        some,
+        allocators={**some.allocators, "fast": AllocatorCapabilities(page_sizes=ints(64), priority=100)},
+        pools={
+            **some.pools,
+            "quick": PoolCapabilities(mla=False, kv_dtypes=frozenset({"bfloat16"}), layouts=("HND",), priority=100),
+        },
+    )
+    found = select(SPEC, CPU, some)
+    assert (found.page_size, found.layout, found.allocator, found.pool) == (64, "HND", "fast", "quick")
+    assert "allocator paged: valid, with priority 0" in found.explain()
+    found = select(SPEC, CPU, some, Preference(page_size=16))
+    assert (found.allocator, found.pool) == ("paged", "quick")
+
+
+def test_the_pages_do_not_depend_on_which_kind_of_layer_comes_first():
+    local = SPEC.replace(sliding_window=128)
+    some = candidates(
+        backend("a", page_sizes=ints(16)),
+        backend("c", page_sizes=ints(64)),
+        backend("b", page_sizes=ints(64), sliding_window=True),
+        backend("z", page_sizes=ints(16), sliding_window=True),
+    )
+    one, other = (select_layers(specs, CPU, some) for specs in ([SPEC, local], [local, SPEC]))
+    assert {spec: (s.decode, s.page_size) for spec, s in one.items()} == {
+        spec: (s.decode, s.page_size) for spec, s in other.items()
+    }
+
+
+def test_a_remedy_agrees_with_all_decode_backends_that_were_asked_for():
+    some = candidates(
+        backend("a", phases=frozenset({"decode"}), layouts=("NHD",)),
+        backend("b", phases=frozenset({"decode"})),
+        backend("e", phases=frozenset({"prefill", "mixed"}), layouts=("HND",)),
+    )
+    asked = Preference(decode_backends=("a", "b"))
+    reasons = next(v.reasons for v in judge(SPEC, CPU, some, asked) if (v.name, v.role) == ("a", "prefill"))
+    assert "nothing that is installed serves all of this here" in reasons[0].remedy
+
+
+def test_a_remedy_leads_out_of_what_was_asked_for_and_refused():
+    some = candidates(backend("plain", priority=9), backend("sinking", sinks=True))
+    asked = Preference(prefill_backend="plain", decode_backends=("plain",))
+    with pytest.raises(NoBackendError, match="sinks: wanted True, supported False; set backend='sinking'"):
+        select(SPEC.replace(sinks=True), CPU, some, asked)
+
+
+def test_a_name_that_nobody_offers_tells_of_plugins_that_are_kept_out():
+    some = dataclasses.replace(candidates(backend("a")), kept_out=("zoo",))
+    with pytest.raises(NoBackendError, match="Plugins that ANYATTN_PLUGINS keeps out: zoo"):
+        select(SPEC, CPU, some, Preference(decode_backends=("zoo",)))

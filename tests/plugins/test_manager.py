@@ -134,7 +134,7 @@ BROKEN = [
     (
         "contract version in words",
         {"contract_version": "1"},
-        "of type str, which is no integer: set contract_version = 1",
+        "of type str, which is no integer, or a huge one: set contract_version = 1",
     ),
     ("true contract version", {"contract_version": True}, "of type bool, which is no integer"),
     ("exit at import", {"source": "exiting"}, "cannot be imported: RuntimeError: SystemExit: 0"),

@@ -92,6 +92,7 @@ FAILED = {
         "contract_version = 2",
         "contract version 2, and this anyattn has 1: run `pip install --upgrade anyattn`",
     ),
+    "huge": ("contract_version = 10**5000", "which is no integer, or a huge one"),
     "wordy": ("contract_version = '1'", "a contract version of type str, which is no integer"),
     "unstated": ("del contract_version", "states no contract version: set contract_version = 1 in it"),
     "hookless": ("", "implements no hook: mark anyattn_platforms or"),
