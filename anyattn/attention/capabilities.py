@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +131,7 @@ class Capabilities:
                 value = contained(value, platform, spec, role, load)
             except Exception as error:
                 raise ContractError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not -1e15 < value < 1e15:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -1e15 < value < 1e15:
             raise ContractError(f"a value of type {type(value).__name__} that is no finite number below 1e15")
         return float(value)
 
