@@ -13,6 +13,8 @@ from anyattn.platforms.base import Platform
 from anyattn.settings import Settings
 from anyattn.types import KV_LAYOUTS
 
+_MOST_LAYERS = 1 << 16
+
 
 def checked_preference(
     settings: Settings,
@@ -50,7 +52,7 @@ def checked_device(settings: Settings, device: Any) -> Platform | str | None:
         return device
     if not str(device).strip():
         raise SpecError("device must be a kind, a torch device, a simulated device or a platform, not ''.")
-    return str(device)
+    return str(device).strip()
 
 
 def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
@@ -58,7 +60,7 @@ def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
     if isinstance(spec, AttentionSpec):
         if num_layers is None:
             raise SpecError("num_layers must be given with one spec for all layers; or give a spec for each layer.")
-        return (spec,) * positive_integer("num_layers", num_layers)
+        return (spec,) * positive_integer("num_layers", num_layers, most=_MOST_LAYERS)
     specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
     if not all(isinstance(s, AttentionSpec) for s in specs):
         raise SpecError("spec must be an AttentionSpec, or a list of them with one for each layer.")
@@ -95,8 +97,10 @@ def _name(argument: str, value: Any) -> str | None:
 
 
 def _names(argument: str, value: Any) -> tuple[str, ...]:
-    """One name or several."""
+    """One name or several, in a list or separated by commas."""
     values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    if all(isinstance(name, str) for name in values):
+        values = [part.strip() for name in values for part in name.split(",")]
     if not values or not all(isinstance(name, str) and name for name in values):
         raise SpecError(f"{argument} must be a name or a list of names, not {value!r}.")
     return tuple(dict.fromkeys(values))

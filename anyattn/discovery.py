@@ -116,8 +116,13 @@ def current_platform(settings: Settings | None = None, plugins: PluginManager | 
     Raises NoDeviceError when that is not found or cannot be driven.
     """
     settings = settings or Settings.from_env()
-    plugins = plugins or plugin_manager(settings)
-    return find_device(plugins, settings.platform, detect(plugins))
+    return usable_device(settings.platform, plugins or plugin_manager(settings))
+
+
+def usable_device(wanted: str | None, plugins: PluginManager | None = None) -> Platform:
+    """The device of that kind or name; None for the first usable one. Raises NoDeviceError when it cannot be used."""
+    plugins = plugins or plugin_manager()
+    return require_usable(find_device(plugins, wanted, detect(plugins)))
 
 
 def find_device(plugins: PluginManager, wanted: str | None, detection: Detection) -> Platform:
@@ -128,7 +133,7 @@ def find_device(plugins: PluginManager, wanted: str | None, detection: Detection
     offers = plugins.simulated_devices()
     if wanted is None or not wanted.startswith(SIMULATED):
         try:
-            return choose_device(detection, wanted)
+            return _choose_device(detection, wanted)
         except NoDeviceError as error:
             if wanted in offers:
                 raise NoDeviceError(f"{error} Was {SIMULATED}{wanted}, the simulated one, meant?") from None
@@ -163,7 +168,7 @@ def require_usable(platform: Platform) -> Platform:
     return platform
 
 
-def choose_device(detection: Detection, wanted: str | None) -> Platform:
+def _choose_device(detection: Detection, wanted: str | None) -> Platform:
     """wanted: a device kind or a torch device; None for the first usable device.
 
     Raises NoDeviceError when there is none, with what was found.
@@ -180,7 +185,8 @@ def choose_device(detection: Detection, wanted: str | None) -> Platform:
 
 def device_names(device: Platform) -> tuple[str, ...]:
     """What a device may be asked for by: its kind, and what torch calls it, with or without an index of 0."""
-    return device.kind, device.torch_device, *([] if ":" in device.torch_device else [f"{device.torch_device}:0"])
+    name = device.torch_device
+    return device.kind, name, name.removesuffix(":0"), *([] if ":" in name else [f"{name}:0"])
 
 
 def candidates(plugins: PluginManager, detection: Detection | None = None) -> Candidates:

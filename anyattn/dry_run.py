@@ -25,7 +25,7 @@ class Survey:
 
     layers: a spec for each layer.
     device: the one judged; with an error it may be one that cannot be used. None where the one asked for is not there.
-    detection: what is here; empty where the question was about another device.
+    detection: what was found here; empty where a platform or a simulated device was asked about, which needs none.
     verdicts: of every backend in every role, for each distinct spec; none where there is no device.
     selections: what would be chosen for each distinct spec.
     """

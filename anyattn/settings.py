@@ -60,7 +60,7 @@ VARIABLES = (
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
-    """In words, variables that are named like ours and that nothing here reads; a plugin may have its own."""
+    """In words, variables that are named like ours and that nothing here reads."""
     problems = []
     for name in sorted(environ):
         if name.startswith("ANYATTN_") and name not in VARIABLES:

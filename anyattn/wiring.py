@@ -52,7 +52,8 @@ def create_runtime(
     page_size: tokens; by default ANYATTN_PAGE_SIZE, then what the chosen backends prefer.
     layout, allocator, pool: by default the best valid ones.
 
-    Raises SpecError, NoDeviceError, NoBackendError (with all reasons) or PluginLoadError.
+    Raises SpecError, NoDeviceError, NoBackendError (with all reasons), PluginLoadError, and ContractError for a pool
+    that does not fit into memory.
     """
     settings = Settings.from_env()
     num_pages = positive_integer("num_pages", num_pages, most=_MOST_PAGES)
@@ -108,6 +109,8 @@ def _assemble(
         backends[spec] = HybridBackend(selection, instances)
     try:
         pool: KVPool = _make(plugins.kv_pools()[first.pool], cache, num_pages, first.platform.torch_device)
+    except PluginLoadError:
+        raise
     except (MemoryError, RuntimeError) as error:
         wanted = cache.bytes_per_page * (num_pages + 1)
         raise ContractError(

@@ -1,4 +1,4 @@
-"""The backends that run anywhere against each other, on this device: `python benchmarks/portable.py [--device cuda]`.
+"""The backends that are valid on this device against each other: `python benchmarks/portable.py [--device cuda]`.
 
 A step is everything that a step costs: the batch's tables, the plan, and storing and attending in every layer. Compiled
 backends compile in the first step of a kind, which is shown apart. The limit is what reading the keys and values of all
@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import anyattn
-from anyattn import AttentionSpec
-from anyattn.discovery import choose_device, detect
+from anyattn import AttentionSpec, Platform
+from anyattn.discovery import usable_device
 
 STEPS = {
     "prefill 8 x 1000": ([1000] * 8, [0] * 8),
@@ -34,15 +34,15 @@ def main() -> None:
     parser.add_argument("--device", help="a device kind or torch device; by default the first usable one")
     parser.add_argument("--backends", nargs="+", help="by default all that are valid but the reference")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, choices=range(1, 100), metavar="N")
     options = parser.parse_args()
     spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
-    platform = choose_device(detect(), options.device)
+    platform = usable_device(options.device)
     backends = options.backends or [name for name in platform.backends(spec) if name != "reference"]
     table = Table("step", "backend", "first step, ms", "median, ms", "spread, ms", "limit, ms", "of the limit")
     for name, (new, before) in STEPS.items():
         for backend in backends:
-            device, times = measured(spec, backend, new, before, options)
+            device, times = measured(spec, backend, new, before, platform, options)
             tokens = sum(new) + sum(before)
             kv_bytes = spec.cache_spec(num_layers=options.layers, page_size=1, layout="NHD").bytes_per_token * tokens
             limit = 1e3 * kv_bytes / bandwidth(device)
@@ -54,12 +54,17 @@ def main() -> None:
 
 
 def measured(
-    spec: AttentionSpec, backend: str, new: Sequence[int], before: Sequence[int], options: argparse.Namespace
+    spec: AttentionSpec,
+    backend: str,
+    new: Sequence[int],
+    before: Sequence[int],
+    platform: Platform,
+    options: argparse.Namespace,
 ) -> tuple[torch.device, list[float]]:
     """Milliseconds of each step, the first one included."""
     pages = sum(-(-(n + b + options.repeats) // 16) + 1 for n, b in zip(new, before, strict=True))
     rt = anyattn.create_runtime(
-        spec, num_layers=options.layers, num_pages=pages, device=options.device, backend=backend, page_size=16
+        spec, num_layers=options.layers, num_pages=pages, device=platform, backend=backend, page_size=16
     )
     tokens = sum(new)
     decodes = max(new) == 1

@@ -6,6 +6,7 @@ import pytest
 
 import anyattn
 from anyattn import AttentionSpec, NoDeviceError, SpecError
+from anyattn.discovery import device_names
 from anyattn.plugins.manager import PluginManager
 
 SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)
@@ -29,16 +30,28 @@ def test_what_cannot_be_is_an_answer_and_what_means_nothing_an_error():
     ):  # fmt: skip
         with pytest.raises(SpecError):
             anyattn.survey(SPEC, **arguments)
+    with pytest.raises(SpecError, match="num_layers must be an integer from 1 to"):
+        anyattn.create_runtime(SPEC, num_layers=10**9, num_pages=1)
+    both = anyattn.survey(SPEC, device="cpu", decode_backend="torch_native, reference").selection
+    assert both.preference.decode_backends == ("torch_native", "reference")
     with pytest.raises(SpecError, match="0 specs were given for at least one layer"):
         anyattn.survey([])
     with pytest.raises(SpecError, match=r"layer 0 is \[8/2 heads of 64.*layer 2 is \[8/2 heads of 32"):
         anyattn.survey([SPEC, SPEC, SPEC.replace(head_dim=32)])
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu:0"])
+def test_a_device_whose_kind_torch_calls_otherwise_answers_to_torchs_name():
+    """As torch for ROCm does, whose devices are called cuda."""
+    found = dataclasses.replace(H100, simulated=False, kind="rocm", torch_device="cuda:0")
+    for name in ("rocm", "cuda", "cuda:0"):
+        assert name in device_names(found)
+    assert "cuda" not in device_names(dataclasses.replace(found, torch_device="cuda:1"))
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", " cpu "])
 def test_a_device_answers_to_its_kind_and_to_torchs_names(name):
     torch = pytest.importorskip("torch", reason="needs torch")
-    for device in (name, torch.device(name)):
+    for device in (name, torch.device(name.strip())):
         assert anyattn.survey(SPEC, device=device).device.kind == "cpu"
 
 
@@ -74,7 +87,7 @@ def test_a_misspelled_variable_is_told_with_every_answer(monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"features": None}, {"graph": 7}, {"memory_total_bytes": object()}, {"torch_device": ["x"]}, {"problems": "x"},
+        {"features": None}, {"graph": 7}, {"memory_total_bytes": 1.5}, {"torch_device": ["x"]}, {"problems": "x"},
         {"features": frozenset({1})}, {"simulated": 1}, {"num_cores": True}, {"kind": None},
     ],
     ids=str,

@@ -28,7 +28,7 @@ PROVIDES = {
     "rocm": {"amd-aiter"},
     "ascend": {"torch-npu"},
     "xpu": {"vllm-xpu-kernels"},
-    "apple": {"mlx"},
+    "apple": {"mlx", "torch"},
     "transformers": {"torch", "transformers", "gguf", "tokenizers", "accelerate"},
     "bench": {"matplotlib"},
     "test": {"pytest", "hypothesis", "pytest-xdist", "transformers"},

@@ -313,7 +313,7 @@ def _kernel(spec: AttentionSpec, device: str, rows: int, table_size: int, num_tr
                 seen = seen & seen_causally
             return seen
 
-        def score(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        def scored(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if slopes is not None:
@@ -324,8 +324,8 @@ def _kernel(spec: AttentionSpec, device: str, rows: int, table_size: int, num_tr
             num_partial, partial, num_full, full, (rows, _BLOCK), mask, (q.shape[2], k.shape[2]), compute_q_blocks=False
         )
         wanted = flex.AuxRequest(lse=spec.return_lse or spec.sinks)
-        result, aux = flex.flex_attention(q, k, v, score, blocks, spec.scale, kernel_options=options, return_aux=wanted)
-        return result, aux.lse
+        out, aux = flex.flex_attention(q, k, v, scored, blocks, spec.scale, kernel_options=options, return_aux=wanted)
+        return out, aux.lse
 
     # A name and code of its own: torch bounds the compilations of one code, and takes what differs between those of
     # one name for variable.

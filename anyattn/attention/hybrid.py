@@ -37,18 +37,18 @@ class HybridBackend:
         """Picks the backend by the batch and has it plan."""
         chosen = self._selection
         name = chosen.prefill
-        if role_of(batch) == "decode":
+        if _role_of(batch) == "decode":
             by_load = chosen.decode_by_load
-            name = chosen.decode if by_load is None else by_load.pick(load_of(batch))
+            name = chosen.decode if by_load is None else by_load.pick(_load_of(batch))
         backend = self._backends[name]
         return PlannedStep(backend, backend.plan(batch))
 
 
-def load_of(batch: Batch) -> Load:
+def _load_of(batch: Batch) -> Load:
     """How big a batch is; taken from the host's lengths."""
     return Load(num_seqs=batch.num_seqs, kv_len=int(batch.host.kv_lens.sum()) // max(batch.num_seqs, 1))
 
 
-def role_of(batch: Batch) -> Role:
+def _role_of(batch: Batch) -> Role:
     """The role that serves a batch."""
     return "decode" if batch.phase == "decode" else "prefill"

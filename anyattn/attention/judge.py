@@ -73,7 +73,7 @@ def _device_reasons(platform: Platform) -> Iterator[Reason]:
         )
 
 
-_TORCH_IN_EXTRA = ("cpu", "cuda", "ascend")
+_TORCH_IN_EXTRA = ("cpu", "cuda", "ascend", "apple")
 """Device kinds for which anyattn's extra brings a torch that drives them; the others' comes from the vendor."""
 
 
@@ -130,8 +130,13 @@ def _other_backends(
         held = asked and all(name in valid[other] for name in asked)  # what is asked for and refused has to go as well
         partners = [asked] if held else [(name,) for name in valid[other]]
         paired[role] = [name for name in valid[role] if any(agree(name, *names) for names in partners)]
-    if spec.deterministic or paired["prefill"] == paired["decode"] == alone:
+    # What is asked for in one role only beats `backend`.
+    both = preference.backends("prefill") == preference.backends("decode")
+    if both and (spec.deterministic or paired["prefill"] == paired["decode"] == alone):
         return dict.fromkeys(ROLES, _setting("backend", alone))
+    if spec.deterministic:
+        leave = "leave out prefill_backend and decode_backend, and "
+        return dict.fromkeys(ROLES, f"{leave}{_setting('backend', alone)}" if alone else _setting("backend", alone))
     return {role: _setting(f"{role}_backend", paired[role]) for role in ROLES}
 
 

@@ -46,7 +46,7 @@ class LoadTable:
             seqs = _between(self.NUM_SEQS, start, row)
             for first, end in spans:
                 tokens = "" if (first, end) == (0, len(self.KV_LENS)) else f" of {_between(self.KV_LENS, first, end)}"
-                yield f"{seqs} sequences{tokens}{' tokens' if tokens else ''}"
+                yield f"{seqs} sequence{'' if seqs == '1' else 's'}{tokens}{' tokens' if tokens else ''}"
             start = row
 
 

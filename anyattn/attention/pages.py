@@ -28,7 +28,7 @@ def pages_worth_trying(
     stepped = [numbers for numbers in sets if numbers.values is None]
     steps = {numbers.multiple_of for numbers in stepped}
     common = {
-        math.lcm(*some) for count in range(1, min(len(steps), 4) + 1) for some in combinations(sorted(steps), count)
+        math.lcm(*some) for count in range(1, len(steps) + 1) for some in combinations(sorted(steps), count)
     }
     sizes = {
         *USUAL_PAGE_SIZES,

@@ -165,28 +165,32 @@ class Selection:
         return f"priority {chosen.priority:g}, {origin}, {valid} valid"
 
     def _why_not(self, name: str) -> str | None:
-        """None when the backend fills a role."""
-        if any(name in self.backends(role) for role in ROLES):
-            return None
-        texts = []
-        for verdict in (self._verdict(name, role) for role in ROLES):
-            chosen = self.backends(verdict.role)[0]
-            asked = self.preference.backends(verdict.role)
-            if verdict.reasons:
-                texts.append("; ".join(map(str, verdict.reasons)))
-            elif name in asked:
-                better = " or ".join(self.backends(verdict.role))
-                texts.append(f"valid and asked for, but for every batch {better} has the higher priority")
-            elif asked:
-                texts.append(f"valid, but {' and '.join(asked)} {'was' if len(asked) == 1 else 'were'} asked for")
-            elif verdict.priority > self._verdict(chosen, verdict.role).priority:
-                texts.append(
-                    f"valid, with priority {verdict.priority:g}, but page size and layout find no agreement with it"
-                )
+        """For each role that the backend does not fill; None when it fills one and is valid in the other."""
+        texts: dict[Role, str] = {}
+        for role in ROLES:
+            verdict = self._verdict(name, role)
+            if name in self.backends(role):
+                continue
+            texts[role] = "; ".join(map(str, verdict.reasons)) or self._why_another(verdict)
+        if len(texts) < len(ROLES):
+            texts = {role: text for role, text in texts.items() if self._verdict(name, role).reasons}
+        if len(texts) == len(ROLES) and len(set(texts.values())) == 1:
+            return texts[ROLES[0]]
+        return " | ".join(f"{role}: {text}" for role, text in texts.items()) or None
+
+    def _why_another(self, valid: Verdict) -> str:
+        asked, chosen = self.preference.backends(valid.role), self.backends(valid.role)
+        if valid.name in asked:
+            return f"valid and asked for, but for every batch {' or '.join(chosen)} has the higher priority"
+        if asked:
+            return f"valid, but {' and '.join(asked)} {'was' if len(asked) == 1 else 'were'} asked for"
+        text = f"valid, with priority {valid.priority:g}"
+        if valid.priority > self._verdict(chosen[0], valid.role).priority:
+            if self.spec.deterministic:
+                text += ", but with deterministic one backend has to fill both roles"
             else:
-                texts.append(f"valid, with priority {verdict.priority:g}")
-        same = len(set(texts)) == 1
-        return texts[0] if same else " | ".join(f"{role}: {text}" for role, text in zip(ROLES, texts, strict=True))
+                text += ", but page size and layout find no agreement with it"
+        return text
 
     def choice_json(self) -> dict[str, Any]:
         """What was chosen, as JSON values."""

@@ -142,7 +142,7 @@ def _remedies(found: Survey) -> list[str]:
         f"{reason.remedy} adds {verdict.name} ({reason.wanted}: {reason.supported})"
         for verdicts in found.verdicts.values()
         for verdict in verdicts
-        if all(reason.field == "package" for reason in verdict.reasons)
+        if all(reason.field in ("package", "program") for reason in verdict.reasons)
         for reason in verdict.reasons
     ]
     return list(dict.fromkeys([*unusable, *lacking]))  # a backend stands there once for each role

@@ -63,7 +63,7 @@ def _probe() -> ProbeResult:
         graph=GraphLevel.NEVER,
         triton=False,
         status="contract-tested",
-        problems=() if host.torch_build() else ("torch is not installed; run `pip install torch`",),
+        problems=() if host.torch_build() else ('torch is not installed; run `pip install "anyattn[apple]"`',),
     )
     problems = tuple(f"the Apple GPU's {what} could not be told" for what, fact in told.items() if not fact)
     return ProbeResult(devices=(device,), problems=problems)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
-from anyattn.discovery import choose_device, detect
+from anyattn.discovery import usable_device
 from anyattn.errors import AnyattnError, ContractError
 from anyattn.platforms.base import Platform
 from anyattn.testing.cases import Case, cases_for
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     try:
         backend = _load(options.backend)
-        device = choose_device(detect(), options.device)
+        device = usable_device(options.device)
         if wrong := _device_reasons(backend, device):
             raise ContractError(f"{options.backend} does not run on {device}: {'; '.join(wrong)}")
     except AnyattnError as error:

@@ -18,7 +18,7 @@ from anyattn.plugins.manager import PluginManager
 from anyattn.testing.cases import Case, cases_for
 from anyattn.testing.numerics import build_runtime, check_case
 
-CPU = discovery.choose_device(discovery.detect(), "cpu")
+CPU = discovery.usable_device("cpu")
 # What torch says to whoever calls it without the compiler, which is what most of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TOGETHER = "sliding_window=64, logits_soft_cap=3.0, alibi=True"
@@ -90,7 +90,7 @@ def compiler():
 
 @pytest.fixture(scope="module")
 def gpu():
-    return discovery.choose_device(discovery.detect(), "cuda")
+    return discovery.usable_device("cuda")
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -1,4 +1,4 @@
-"""Every reason's remedy, as printed, is followed here, and the reason is gone; and load order never matters."""
+"""Remedies of declarations, as printed, are followed here, and the reason is gone; and load order never matters."""
 
 import ast
 import dataclasses
@@ -139,6 +139,22 @@ preferences = st.builds(
 devices = st.sampled_from(sorted(DEVICES)).map(DEVICES.__getitem__)
 
 
+def told_another_backend(preference, verdicts, leaves_out, role, name):
+    """The preference with the backend that a remedy names; what else was asked for and is refused goes."""
+    if role == "":
+        # Arguments of one role beat `backend`, so this is said only where both were asked for alike, or are left out.
+        assert leaves_out or preference.backends("prefill") == preference.backends("decode")
+        return dataclasses.replace(preference, prefill_backend=name, decode_backends=(name,))
+    other = "decode" if role == "prefill_" else "prefill"
+    refused = {verdict.name for verdict in verdicts if verdict.role == other and verdict.reasons}
+    there = {verdict.name for verdict in verdicts}
+    if refused & set(preference.backends(other)) or not set(preference.backends(other)) <= there:
+        nothing = {"decode_backends": ()} if other == "decode" else {"prefill_backend": None}
+        preference = dataclasses.replace(preference, **nothing)
+    chosen = {"prefill_backend": name} if role == "prefill_" else {"decode_backends": (name,)}
+    return dataclasses.replace(preference, **chosen)
+
+
 def reasons_of(name, role, spec, device, candidates, preference):
     return next(v.reasons for v in judge(spec, device, candidates, preference) if (v.name, v.role) == (name, role))
 
@@ -170,11 +186,10 @@ def test_each_printed_remedy_when_followed_removes_its_reason(spec, device, cand
     for verdict in verdicts:
         valid = [v.name for v in verdicts if v.role == verdict.role and not v.reasons]
         for reason in verdict.reasons:
-            if named := re.fullmatch(r"set (prefill_|decode_|)backend=(.+)", reason.remedy):
-                for name in map(ast.literal_eval, named[2].split(" or ")):
-                    prefill = name if named[1] != "decode_" else None
-                    decode = () if named[1] == "prefill_" else (name,)
-                    followed = dataclasses.replace(preference, prefill_backend=prefill, decode_backends=decode)
+            named = re.fullmatch(r"(leave out .*, and )?set (prefill_|decode_|)backend=(.+)", reason.remedy)
+            if named:
+                for name in map(ast.literal_eval, named[3].split(" or ")):
+                    followed = told_another_backend(preference, verdicts, named[1], named[2], name)
                     assert name in select(spec, device, candidates, followed).backends(verdict.role)
             elif reason.remedy.startswith("nothing that is installed"):
                 for name in valid:  # each of them is alone with its pages, or has no partner

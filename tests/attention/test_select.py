@@ -270,6 +270,27 @@ def test_a_remedy_leads_out_of_what_was_asked_for_and_refused():
         select(SPEC.replace(sinks=True), CPU, some, asked)
 
 
+def test_why_a_decoder_was_refused_for_prefill_is_told_beside_what_it_fills():
+    some = candidates(backend("decoder", phases=frozenset({"decode"}), priority=9), backend("all"))
+    assert "  decoder: prefill: phase: wanted mixed, prefill, supported decode" in select(SPEC, CPU, some).explain()
+
+
+def test_explain_says_that_deterministic_rows_kept_a_better_decoder_out():
+    spec = SPEC.replace(deterministic=True)
+    some = candidates(
+        backend("decoder", phases=frozenset({"decode"}), priority=9, deterministic=True),
+        backend("all", deterministic=True),
+    )
+    text = "decode: valid, with priority 9, but with deterministic one backend has to fill both roles"
+    assert text in select(spec, CPU, some).explain()
+
+
+def test_a_remedy_for_one_role_is_said_in_the_argument_of_that_role():
+    some = candidates(backend("plain", priority=9), backend("sinking", sinks=True))
+    with pytest.raises(NoBackendError, match="set prefill_backend='sinking'"):
+        select(SPEC.replace(sinks=True), CPU, some, Preference(prefill_backend="plain"))
+
+
 def test_a_name_that_nobody_offers_tells_of_plugins_that_are_kept_out():
     some = dataclasses.replace(candidates(backend("a")), kept_out=("zoo",))
     with pytest.raises(NoBackendError, match="Plugins that ANYATTN_PLUGINS keeps out: zoo"):

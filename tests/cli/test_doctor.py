@@ -131,6 +131,15 @@ def test_doctor_names_the_command_that_adds_a_backend(anyattn, stranger):
     assert document["remedies"] == ['pip install "fast-kernels>=2" adds Fast (fast-kernels>=2: not installed)']
 
 
+def test_doctor_names_the_program_that_adds_a_backend(anyattn, stranger):
+    class Compiled(ReferenceBackend):
+        capabilities = dataclasses.replace(ReferenceBackend.capabilities, programs=("nonesuch-compiler",))
+
+    stranger(backends={"Compiled": Compiled})
+    document = json.loads(anyattn("doctor", "--json").out)
+    assert "install nonesuch-compiler adds Compiled (nonesuch-compiler: not on the PATH)" in document["remedies"]
+
+
 def test_doctor_names_what_mends_a_better_device_than_the_one_in_use(anyattn, monkeypatch, stranger):
     monkeypatch.delenv("ANYATTN_PLATFORM")
     stranger(dataclasses.replace(GPU, problems=("the installed torch was built without CUDA",)))

@@ -27,7 +27,7 @@ GQA = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 
 @pytest.fixture(scope="module")
 def gpu():
-    return discovery.choose_device(discovery.detect(), "cuda")
+    return discovery.usable_device("cuda")
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_a_python_under_rosetta_is_told_to_use_an_arm64_one(mac: Mac) -> None:
 
 def test_without_torch_it_says_what_to_install(mac: Mac) -> None:
     mac.monkeypatch.setitem(sys.modules, "torch", None)
-    assert mac.device().problems == ("torch is not installed; run `pip install torch`",)
+    assert mac.device().problems == ('torch is not installed; run `pip install "anyattn[apple]"`',)
 
 
 def test_without_mlx_nothing_is_wrong_with_the_device(mac: Mac) -> None:

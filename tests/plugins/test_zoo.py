@@ -121,7 +121,7 @@ discovery.PluginManager = functools.partial(PluginManager, time_limit_s=3.0)
 plugins = discovery.plugin_manager()
 detection = discovery.detect(plugins)
 spec = anyattn.AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim=8, dtype="float32")
-cpu = discovery.choose_device(detection, "cpu")
+cpu = discovery.find_device(plugins, "cpu", detection)
 runtime = anyattn.create_runtime(spec, num_layers=1, num_pages=4, device=cpu)
 print(json.dumps({
     "kinds": [device.kind for device in detection.devices],

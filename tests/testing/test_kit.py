@@ -14,7 +14,7 @@ from anyattn.testing.__main__ import main
 from anyattn.testing.cases import cases_for
 from anyattn.testing.numerics import check_case
 
-CPU = discovery.choose_device(discovery.detect(), "cpu")
+CPU = discovery.usable_device("cpu")
 BACKENDS = [ReferenceBackend, TorchNativeBackend]
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from anyattn.discovery import choose_device, detect
+from anyattn.discovery import usable_device
 from anyattn.errors import ContractError
 from anyattn.platforms.base import Platform
 from anyattn.settings import Settings
@@ -51,7 +51,7 @@ def load_model(
     Raises ContractError when there is no model at `path`, NoDeviceError when the device cannot be used.
     """
     path = Path(path)
-    platform = choose_device(detect(), device or Settings.from_env().platform)
+    platform = usable_device(device or Settings.from_env().platform)
     wanted = getattr(torch, dtype_name(_auto_dtype(platform) if dtype == "auto" else dtype), None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise ContractError(f'dtype must be "auto" or a floating dtype of torch, not {dtype!r}.')
