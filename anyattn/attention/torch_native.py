@@ -22,6 +22,7 @@ from anyattn.types import ANY_INT, FP8_DTYPES, KV_LAYOUTS, PHASES, GraphLevel
 
 if TYPE_CHECKING:
     import torch
+    import torch.nn.attention as sdp
     import torch.nn.functional as F
 
     from anyattn.attention.batch import Batch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
     F = lazy_import("torch.nn.functional")
+    sdp = lazy_import("torch.nn.attention")
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _SDPA_QUERIES = 512  # rows of a masked block: bounds the mask, and lets keys above the diagonal be skipped
@@ -106,6 +108,7 @@ class TorchNativeBackend(AttentionBackend):
         )
         self._masks_in_sdpa = platform.kind == "cpu"
         self._explicit = needs_scores or not (self._masks_in_sdpa or flash)
+        self._flash_only = flash and not self._explicit
         self._dtype: torch.dtype = torch.float32 if self._explicit else getattr(torch, spec.dtype)
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -177,6 +180,21 @@ class TorchNativeBackend(AttentionBackend):
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        if not self._flash_only:
+            return self._run(q, kv, plan, out, sinks, alibi_slopes)
+        # Left to itself, torch may take cuDNN, which plans anew for every length: some 70 ms a step on an H200.
+        with sdp.sdpa_kernel(sdp.SDPBackend.FLASH_ATTENTION):
+            return self._run(q, kv, plan, out, sinks, alibi_slopes)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        plan: Any,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
     ) -> torch.Tensor | None:
         lse = None
         if self.spec.return_lse:

@@ -254,7 +254,7 @@ def test_mla_refuses_a_v_and_up_projections_that_do_not_fit():
         ({"layout": "DNH"}, SpecError, "layout must be NHD or HND"),
         ({"pool": ""}, SpecError, "pool must be a name, not ''"),
         ({"device": "npu"}, NoDeviceError, "No device 'npu' can be used here"),
-        ({"num_layers": 0}, SpecError, "num_layers must be a positive integer"),
+        ({"num_layers": 0}, SpecError, "num_layers must be an integer from 1 to 65536"),
         ({"num_pages": 0}, SpecError, "num_pages must be an integer"),
     ],
 )
