@@ -79,3 +79,21 @@ def test_the_pool_and_the_page_table_on_the_device_need_no_host_sync():
         rt.run(0, *(x[:2] for x in tensors), rt.plan(rt.extend(seqs, [1, 1])))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_torch_native_keeps_to_the_flash_kernel():
+    """cuDNN, which torch may prefer, plans anew for every length, and every decode step has new ones."""
+    rt = anyattn.create_runtime(
+        anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=64, device="cuda", backend="torch_native"
+    )
+    seqs = rt.new_sequences(2)
+    q, k, v = (torch.randn(60, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for counts in ([40, 20], [1, 1]):
+            tokens = sum(counts)
+            rt.run(0, q[:tokens], k[:tokens], v[:tokens], rt.plan(rt.extend(seqs, counts)))
+        torch.cuda.synchronize()
+    operators = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
+    assert any("flash" in name for name in operators), operators
+    assert not any("cudnn" in name or "efficient" in name for name in operators), operators
