@@ -89,7 +89,7 @@ class FlexAttentionBackend(AttentionBackend):
         tree_mask=True,
         lse=True,
         contiguous_q=True,
-        priority=20,  # decodes in half of torch_native's time on an H200, once compiled: benchmarks/portable.py
+        priority=20,  # once compiled, faster than torch_native on an H200: benchmarks/portable.py
         run_on=frozenset({"sm90"}),
     )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from packaging.requirements import Requirement
-
 from anyattn.attention.pages import pages_worth_trying
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
@@ -73,21 +71,9 @@ def _device_reasons(platform: Platform) -> Iterator[Reason]:
         )
 
 
-_TORCH_IN_EXTRA = ("cpu", "cuda", "ascend", "apple")
-"""Device kinds for which anyattn's extra brings a torch that drives them; the others' comes from the vendor."""
-
-
 def _for_device(missing: Reason, platform: Platform) -> Reason:
-    """What is missing, with the torch that such a device needs."""
-    if (
-        missing.field == "program"
-        or Requirement(missing.wanted).name != "torch"
-        or "--force-reinstall" in missing.remedy
-    ):
-        return missing
-    remedy = f"install torch for {platform.kind}: `anyattn doctor` names the vendor's page on such a machine"
-    if platform.kind in _TORCH_IN_EXTRA:
-        remedy = f'pip install "anyattn[{platform.kind}]"'
+    """What is missing; a remedy that was left open is that of the torch which such a device needs."""
+    remedy = missing.remedy or platform.torch_remedy or f'pip install "{missing.wanted}"'
     return replace(missing, remedy=remedy)
 
 

@@ -183,7 +183,7 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         if not self._flash_only:
             return self._run(q, kv, plan, out, sinks, alibi_slopes)
-        # Left to itself, torch may take cuDNN, which plans anew for every length: some 70 ms a step on an H200.
+        # Left to itself, torch may take cuDNN, which plans anew for every length; and every decode step has new ones.
         with sdp.sdpa_kernel(sdp.SDPBackend.FLASH_ATTENTION):
             return self._run(q, kv, plan, out, sinks, alibi_slopes)
 

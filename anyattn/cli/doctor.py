@@ -23,7 +23,7 @@ from anyattn.settings import Settings, misspelled_variables
 USUAL_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
 """Llama 3 8B's layers: what a machine that runs language models at all can be expected to serve."""
 
-_PACKAGES = ("anyattn", "torch", "triton", "transformers", "gguf", "flashinfer-python", "numpy", "nvidia-ml-py")
+_PACKAGES = ("anyattn", "torch", "transformers", "gguf", "numpy", "nvidia-ml-py")
 
 
 def doctor(

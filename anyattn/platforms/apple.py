@@ -63,7 +63,8 @@ def _probe() -> ProbeResult:
         graph=GraphLevel.NEVER,
         triton=False,
         status="contract-tested",
-        problems=() if host.torch_build() else ('torch is not installed; run `pip install "anyattn[apple]"`',),
+        torch_remedy=host.TORCH_REMEDIES["apple"],
+        problems=host.torch_problems("apple"),
     )
     problems = tuple(f"the Apple GPU's {what} could not be told" for what, fact in told.items() if not fact)
     return ProbeResult(devices=(device,), problems=problems)

@@ -123,6 +123,7 @@ def _probe(num_nodes: int) -> ProbeResult:
                 graph=GraphLevel.ALWAYS if facts["arch"] in _SERVER_ARCHS else GraphLevel.NEVER,
                 triton=facts["arch"] in _SERVER_ARCHS,
                 status="contract-tested",
+                torch_remedy=host.TORCH_REMEDIES["ascend"],
                 problems=device_problems,
                 **facts,
             )
@@ -206,14 +207,13 @@ def _software() -> tuple[str | None, tuple[str, ...]]:
 
 
 def _torch_problems() -> list[str]:
-    install = 'run `pip install "anyattn[ascend]"`'
     build = host.torch_build()
-    if build is None:
-        return [f"torch is not installed; {install}"]
+    if build is None or build.is_damaged:
+        return list(host.torch_problems("ascend"))
     try:
         version = importlib.metadata.version("torch-npu")
     except importlib.metadata.PackageNotFoundError:
-        return [f"torch-npu is not installed; {install}"]
+        return [f"torch-npu is not installed; {host.TORCH_REMEDIES['ascend']}"]
     with contextlib.suppress(ValueError):  # of a torch that does not tell its version nothing is claimed
         installed = Version(build.version).base_version
         for requirement in map(Requirement, importlib.metadata.requires("torch-npu") or ()):

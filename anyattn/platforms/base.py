@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.types import GraphLevel, Status
+from anyattn.types import STATUSES, GraphLevel, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +51,8 @@ class Platform:
     """Whether Triton has a compiler for this device (not whether it is installed)."""
     status: Status = "declared"
     """What stands behind the probe of this kind of device."""
+    torch_remedy: str = ""
+    """How a torch that drives such a device is installed, for remedies; empty where the registry's usual one does."""
     simulated: bool = False
     """Facts of hardware that is not here, for asking what would be chosen there."""
     problems: tuple[str, ...] = ()
@@ -67,6 +69,8 @@ class Platform:
         for name in ("features", "problems"):
             if not all(isinstance(member, str) for member in getattr(self, name)):
                 raise TypeError(f"{name} of a Platform must hold strings")
+        if self.status not in STATUSES:
+            raise TypeError(f"status of a Platform must be one of {', '.join(STATUSES)}, not {self.status!r}")
 
     def backends(self, spec: AttentionSpec | Sequence[AttentionSpec] | None = None) -> tuple[str, ...]:
         """Names of the attention backends that are valid on this device, those of plugins too.
@@ -95,7 +99,7 @@ class Platform:
 
 
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("kind", "vendor", "name", "arch", "torch_device", "collective", "status"), (str,)),
+    **dict.fromkeys(("kind", "vendor", "name", "arch", "torch_device", "torch_remedy", "collective", "status"), (str,)),
     **dict.fromkeys(("uuid", "driver_version", "runtime_version"), (str, type(None))),
     **dict.fromkeys(("memory_total_bytes", "memory_free_bytes", "num_cores", "num_threads"), (int, type(None))),
     **dict.fromkeys(("triton", "simulated"), (bool,)),

@@ -104,16 +104,10 @@ def probe() -> ProbeResult:
         graph=GraphLevel.NEVER,
         triton=False,
         status="run on hardware" if (platform.system(), arch) == ("Linux", "x86_64") else "contract-tested",
-        problems=_torch_problems(),
+        torch_remedy=host.TORCH_REMEDIES["cpu"],
+        problems=host.torch_problems("cpu"),
     )
     return ProbeResult(devices=(device,), problems=tuple(problems))
-
-
-def _torch_problems() -> tuple[str, ...]:
-    build = host.torch_build()
-    if build is None:
-        return ('torch is not installed; run `pip install "anyattn[cpu]"`',)
-    return (host.DAMAGED,) if build.is_damaged else ()
 
 
 def _psutil() -> ModuleType:

@@ -23,8 +23,6 @@ Facts = dict[str, Any]
 _RUN_ON = frozenset({(9, 0)})
 """Compute capabilities where what NVML and the driver tell was held against torch on hardware, whole GPUs only."""
 
-_INSTALL = 'run `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)'
-
 _TRITON_MINIMUM = (7, 0)
 """Compute capability from which torch lets Triton compile (`torch.utils._triton.has_triton`)."""
 
@@ -131,6 +129,7 @@ def _devices(
                 graph=GraphLevel.ALWAYS,
                 triton=(major, minor) >= _TRITON_MINIMUM,
                 status="run on hardware" if (major, minor) in run_on and whole else "contract-tested",
+                torch_remedy=host.TORCH_REMEDIES["cuda"],
                 problems=problems,
                 **facts,
             )
@@ -143,7 +142,7 @@ def _torch_facts(cuda_version: tuple[int, int] | None) -> tuple[str | None, tupl
 
     cuda_version: the newest CUDA that the driver knows; None when that could not be told.
     """
-    runtime_version, problems = host.torch_facts("cuda", "CUDA", _INSTALL)
+    runtime_version, problems = host.torch_facts("cuda", "cuda", "CUDA")
     major = (runtime_version or "").partition(".")[0]
     # Within a major version newer programs run on older drivers (NVIDIA, "CUDA Compatibility").
     if cuda_version is not None and major.isdigit() and int(major) > cuda_version[0]:

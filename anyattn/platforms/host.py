@@ -81,8 +81,17 @@ def _hexadecimal(path: Path) -> int | None:
         return None
 
 
-DAMAGED = "the installed torch is damaged (torch/version.py is missing or broken); uninstall it and install it again"
-"""What is wrong with a device when a TorchBuild `is_damaged`."""
+TORCH_REMEDIES = {
+    "cpu": 'run `pip install "anyattn[cpu]"`',
+    "cuda": 'run `pip install "anyattn[cuda]"` (on Windows, the command that PyTorch\'s "Start Locally" page gives)',
+    "rocm": 'see "Install PyTorch for ROCm" in AMD\'s ROCm documentation, then run `pip install "anyattn[rocm]"`',
+    "ascend": 'run `pip install "anyattn[ascend]"`',
+    "xpu": 'see PyTorch\'s "Getting Started on Intel GPU", then run `pip install "anyattn[xpu]"`',
+    "musa": 'see "Installation" in the README of Moore Threads\' torch_musa',
+    "apple": 'run `pip install "anyattn[apple]"`',
+}
+"""By device kind: how a torch that drives such a device is installed. Where it comes from an index of the vendor's own,
+the page is named by its title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +133,26 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes, is_damaged=is_damaged)
 
 
-def torch_facts(runtime: str, called: str, install: str) -> tuple[str | None, tuple[str, ...]]:
-    """The version of a runtime that the installed torch was built for, and why that torch cannot drive a device.
-
-    runtime: torch's own name of it. called: its name for people. install: what to do to get a torch that has it.
-    """
+def torch_problems(kind: str) -> tuple[str, ...]:
+    """Why no torch at all can drive a device of this kind here: there is none, or it is damaged."""
     build = torch_build()
     if build is None:
-        return None, (f"torch is not installed; {install}",)
+        return (f"torch is not installed; {TORCH_REMEDIES[kind]}",)
     if build.is_damaged:
-        return None, (DAMAGED,)
+        problem = "the installed torch is damaged (torch/version.py is missing or broken)"
+        return (f"{problem}; run `pip uninstall torch`, then {TORCH_REMEDIES[kind]}",)
+    return ()
+
+
+def torch_facts(kind: str, runtime: str, called: str) -> tuple[str | None, tuple[str, ...]]:
+    """The version of a runtime that the installed torch was built for, and why that torch cannot drive a device.
+
+    runtime: torch's own name of it. called: its name for people.
+    """
+    build, problems = torch_build(), torch_problems(kind)
+    if build is None or problems:
+        return None, problems
     if build.lacks(runtime):
         problem = f"the installed torch {build.version} was built without {called}; run `pip uninstall torch`, then "
-        return None, (f"{problem}{install}",)
+        return None, (f"{problem}{TORCH_REMEDIES[kind]}",)
     return build.runtimes.get(runtime), ()

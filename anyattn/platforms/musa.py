@@ -30,8 +30,6 @@ _NAMES = {
 }
 """By PCI device id: Moore Threads' musa_deploy; for the S5000, `lspci` output in public test data."""
 
-_INSTALL = 'see "Installation" in the README of Moore Threads\' torch_musa'
-
 
 def probe() -> ProbeResult:
     """The Moore Threads GPUs that MUSA_VISIBLE_DEVICES shows, by PCI address. Never raises; trouble is a problem text.
@@ -71,6 +69,7 @@ def _probe() -> ProbeResult:
                 graph=GraphLevel.ALWAYS if arch == "mp_31" else GraphLevel.NEVER,
                 triton=arch in ("mp_22", "mp_31"),  # Triton-MUSA, a distribution of its own that is called triton
                 status="declared",
+                torch_remedy=host.TORCH_REMEDIES["musa"],
                 problems=device_problems,
             )
         )
@@ -109,8 +108,8 @@ def _driver_problems() -> tuple[str, ...]:
 
 
 def _torch_problems() -> tuple[str, ...]:
-    if host.torch_build() is None:
-        return (f"torch is not installed; {_INSTALL}",)
+    if problems := host.torch_problems("musa"):
+        return problems
     if importlib.util.find_spec("torch_musa") is None:  # found, not imported
-        return (f"torch_musa, which adds musa devices to torch, is not installed; {_INSTALL}",)
+        return (f"torch_musa, which adds musa devices to torch, is not installed; {host.TORCH_REMEDIES['musa']}",)
     return ()

@@ -29,7 +29,6 @@ _TRITON_ARCHS = frozenset(
 """What Triton's AMD backend knows and does not refuse (`deduceISAFamily` in its TargetUtils.cpp): CDNA and RDNA."""
 
 _CONTAINER = "give a container --device=/dev/kfd --device=/dev/dri"
-_INSTALL = 'see "Install PyTorch for ROCm" in AMD\'s ROCm documentation, then run `pip install "anyattn[rocm]"`'
 
 
 def probe() -> ProbeResult:
@@ -49,7 +48,7 @@ def _probe() -> ProbeResult:
     if not gpus:
         return ProbeResult(problems=_why_none(num_hidden))
     shown, problems = visible_gpus([gpu.uuid for gpu in gpus], os.environ)
-    runtime_version, torch_problems = host.torch_facts("hip", "ROCm", _INSTALL)
+    runtime_version, torch_problems = host.torch_facts("rocm", "hip", "ROCm")
     device_problems = _access_problems(gpus) + torch_problems
     devices = tuple(
         Platform(
@@ -63,6 +62,7 @@ def _probe() -> ProbeResult:
             collective="rccl",
             graph=GraphLevel.ALWAYS,
             status="contract-tested",
+            torch_remedy=host.TORCH_REMEDIES["rocm"],
             problems=device_problems,
             **_facts(gpus[position]),
         )

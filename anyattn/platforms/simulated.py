@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyattn.platforms.base import Platform
+from anyattn.platforms.host import TORCH_REMEDIES
 from anyattn.types import GraphLevel
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -16,7 +17,8 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 def _device(short_name: str, /, **facts: Any) -> Platform:
     """torch does not know the torch device, so that nothing runs on it by mistake."""
-    return Platform(torch_device=f"sim:{short_name}", simulated=True, **facts)
+    remedy = TORCH_REMEDIES[facts["kind"]]
+    return Platform(torch_device=f"sim:{short_name}", simulated=True, torch_remedy=remedy, **facts)
 
 
 def _nvidia(short_name: str, name: str, capability: tuple[int, int], *, num_cores: int, memory_mib: int) -> Platform:

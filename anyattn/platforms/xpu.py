@@ -21,7 +21,6 @@ _DRIVERS = ("xe", "i915")
 _GUIDE = 'PyTorch\'s "Getting Started on Intel GPU"'
 _WSL_FILES = ("dev/dxg", "usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1")
 """Windows' GPUs under WSL, and Intel's Level Zero driver where Debian's packages have it."""
-_INSTALL = f'install it as {_GUIDE} says, then run `pip install "anyattn[xpu]"`'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ def _probe() -> ProbeResult:
     visible, complaints = visible_units(cards, os.environ)
     if any(gpu.model is not None for gpu in gpus):
         problems += complaints
-    runtime_version, device_problems = host.torch_facts("xpu", "XPU", _INSTALL)
+    runtime_version, device_problems = host.torch_facts("xpu", "xpu", "XPU")
     devices = []
     for index, unit in enumerate(visible):
         gpu = unit.card.handle
@@ -88,6 +87,7 @@ def _probe() -> ProbeResult:
                 graph=GraphLevel.NEVER,
                 triton=True,  # for every Intel GPU that torch takes (torch.utils._triton.has_triton)
                 status="contract-tested",
+                torch_remedy=host.TORCH_REMEDIES["xpu"],
                 problems=device_problems,
             )
         )

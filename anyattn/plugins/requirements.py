@@ -16,7 +16,8 @@ from anyattn.types import Reason
 def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, ...]:
     """One reason for each requirement string that this environment does not meet.
 
-    extra: the extra of anyattn that brings them; empty when there is none.
+    extra: the extra of anyattn that brings them; empty when there is none. Torch by itself then has no remedy here, as
+        each kind of device has a torch of its own: `judge`, which knows the device, fills it in.
     """
     reasons = []
     for text in requirements:
@@ -24,7 +25,7 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         brought = f"anyattn[{extra}]" if extra else text
-        remedy = f'pip install "{brought}"'
+        remedy = "" if requirement.name == "torch" and not extra else f'pip install "{brought}"'
         try:
             version: Any = importlib.metadata.version(requirement.name)
             if not isinstance(version, str):

@@ -166,7 +166,7 @@ def follow(remedy, name, spec, device, candidates, preference):
         if field in ("page_size", "layout"):
             return spec, device, candidates, dataclasses.replace(preference, **{field: value})
         return spec.replace(**{field: value}), device, candidates, preference
-    if remedy.startswith(("pip install", "install ")):
+    if remedy.startswith(("pip install", "run `pip install", "see ", "install ")):
         backends = [dataclasses.replace(c, missing=()) if c.name == name else c for c in candidates.backends]
         return spec, device, dataclasses.replace(candidates, backends=backends), preference
     if kinds := re.fullmatch(r"use a device of kind ([\w, ]+)", remedy):

@@ -164,7 +164,7 @@ def test_without_torch_every_backend_is_still_shown_with_what_it_lacks(isolated)
     ended = isolated("from anyattn.cli import main; sys.exit(main(['backends']))", "torch")
     assert ended.returncode == 1
     assert "torch_native" in ended.stdout
-    assert 'package: wanted torch>=2.9, supported not installed; pip install "anyattn[cpu]"' in ended.stdout
+    assert 'package: wanted torch>=2.9, supported not installed; run `pip install "anyattn[cpu]"`' in ended.stdout
 
 
 def test_every_preset_on_every_simulated_device_is_answered_without_torch_in_less_than_a_second_each(isolated):

@@ -142,3 +142,32 @@ def test_a_prompt_that_is_no_text_is_a_usage_error():
     assert run.returncode == 2
     assert b"not valid UTF-8" in run.stderr
     assert b"Traceback" not in run.stderr
+
+
+QUICK = ["doctor", "backends", "plugins"]
+
+
+def test_the_quick_commands_import_neither_torch_nor_a_vendor_package(isolated):
+    ended = isolated(f"""
+        from anyattn.cli import main
+        assert [main([command]) for command in {QUICK}] == [0, 0, 0]
+        heavy = {{"torch", "triton", "transformers", "flashinfer", "sgl_kernel", "flash_mla", "torch_npu", "aiter"}}
+        sys.stderr.write(repr(heavy & set(sys.modules)))
+    """)
+    assert ended.stderr == "set()"
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_a_quick_command_takes_less_than_a_second(command):
+    """In CPU time, which other tests beside this one stretch less; it waits for nothing. About 0.4 s."""
+
+    def spent() -> float:
+        times = os.times()
+        return times.children_user + times.children_system
+
+    best = 60.0
+    for _ in range(3):
+        start = spent()
+        subprocess.run([sys.executable, "-m", "anyattn", command], capture_output=True, check=True)
+        best = min(best, spent() - start)
+    assert best < 1.0

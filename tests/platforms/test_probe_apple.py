@@ -47,6 +47,7 @@ class Mac:
         for package in ("torch", "mlx"):
             (root / package).mkdir()
             (root / package / "__init__.py").write_text("raise ImportError('a probe must not import it')")
+            (root / package / "version.py").write_text("__version__ = '2.9.0'")
             monkeypatch.delitem(sys.modules, package, raising=False)
         monkeypatch.syspath_prepend(root)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Machine:
         monkeypatch.delenv("MUSA_VISIBLE_DEVICES", raising=False)
         for package in ("torch", "torch_musa"):
             self.write(f"site/{package}/__init__.py", f"raise ImportError('a probe must not import {package}')")
+            self.write(f"site/{package}/version.py", "__version__ = '2.9.0'")
             monkeypatch.delitem(sys.modules, package, raising=False)
         monkeypatch.syspath_prepend(root / "site")
         self.write("sys/module/mtgpu/version", "5.2.0\n")
@@ -136,8 +138,7 @@ def test_without_the_driver_the_device_says_so(machine: Machine) -> None:
 @pytest.mark.parametrize("package", ["torch", "torch_musa"])
 def test_without_torch_or_torch_musa_it_says_what_to_install(machine: Machine, package: str) -> None:
     machine.gpu(S5000)
-    (machine.root / "site" / package / "__init__.py").unlink()
-    (machine.root / "site" / package).rmdir()
+    shutil.rmtree(machine.root / "site" / package)
     machine.monkeypatch.setattr(sys, "path", [str(machine.root / "site")])  # an environment that has nothing else
     (device,) = machine.probe().devices
     assert device.problems[0].startswith(package)
