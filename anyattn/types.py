@@ -12,6 +12,9 @@ CONTRACT_VERSION = 1
 NULL_PAGE = 0
 """Never allocated: padding points at it, and whatever it holds reaches no result."""
 
+MOST_PAGES = 2**31 - 2
+"""In a pool: page ids are int32, and the null page takes one."""
+
 Phase = Literal["prefill", "decode", "mixed", "verify"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "verify")
 
@@ -19,9 +22,12 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 """What a runtime fills with a backend: `decode` serves batches of one query token each, `prefill` all others."""
 
-KVLayout = Literal["NHD", "HND"]
+KVLayout = Literal["NHD", "HND", "NZ", "5D"]
 KV_LAYOUTS: tuple[KVLayout, ...] = ("NHD", "HND")
 """Order within a page: NHD is [page_size, num_kv_heads, head_dim], HND is [num_kv_heads, page_size, head_dim]."""
+VENDOR_LAYOUTS: tuple[KVLayout, ...] = ("NZ", "5D")
+"""Orders that only some vendors' kernels read; `anyattn.mem_cache.layouts` says what they are."""
+ALL_LAYOUTS: tuple[KVLayout, ...] = (*KV_LAYOUTS, *VENDOR_LAYOUTS)
 
 Status = Literal["run on hardware", "emulated", "contract-tested", "declared"]
 STATUSES: tuple[Status, ...] = ("run on hardware", "emulated", "contract-tested", "declared")

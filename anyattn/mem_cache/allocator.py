@@ -1,17 +1,19 @@
-"""The paged allocator that bookkeeps on the host: a stack of free page ids, no device work at all."""
+"""The paged allocator that bookkeeps on the host: a stack of free page ids and reference counts, no device work."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.errors import ContractError, OutOfPagesError
 from anyattn.lazy import lazy_import
-from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator
-from anyattn.types import IntSet
+from anyattn.mem_cache.base import AllocatorCapabilities, Extension, KVAllocator
+from anyattn.types import MOST_PAGES, NULL_PAGE, IntSet
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from anyattn.mem_cache.indices import Int32s
 else:
     np = lazy_import("numpy")
 
@@ -21,16 +23,18 @@ class PagedAllocator(KVAllocator):
 
     capabilities: ClassVar[AllocatorCapabilities] = AllocatorCapabilities(page_sizes=IntSet(maximum=1024))
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1:
-            raise ContractError(f"num_pages must be at least 1, not {num_pages}.")
+    def __init__(self, num_pages: int, page_size: int, device: Any = None, *, debug: bool = False) -> None:
+        if not 1 <= num_pages <= MOST_PAGES:
+            raise ContractError(f"num_pages must be 1 to {MOST_PAGES}, not {num_pages}.")
         if page_size not in self.capabilities.page_sizes:
             raise ContractError(f"page_size must be {self.capabilities.page_sizes}, not {page_size}.")
+        self.page_size = page_size
+        self.debug = debug
         self._num_pages = num_pages
         self._num_free = num_pages
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # the stack's top is at [_num_free - 1]
-        self._allocated = np.zeros(num_pages + 1, dtype=np.bool_)
-        self._order = np.empty(num_pages + 1, dtype=np.int32)  # scratch of `free`, to find repeats without sorting
+        self._refs = np.zeros(num_pages + 1, dtype=np.int32)
+        self._extra_refs = 0  # references beyond the first of each page: 0 tells that nothing is shared
 
     @property
     def num_pages(self) -> int:
@@ -40,39 +44,124 @@ class PagedAllocator(KVAllocator):
     def num_free_pages(self) -> int:
         return self._num_free
 
-    def alloc(self, num_pages: int) -> npt.NDArray[np.int32]:
+    def alloc(self, num_pages: int) -> Int32s:
         if num_pages < 0:
             raise ContractError(f"cannot allocate {num_pages} pages.")
         if num_pages > self._num_free:
             raise OutOfPagesError(num_pages, self._num_free, self._num_pages)
         pages = self._free[self._num_free - num_pages : self._num_free][::-1].copy()
         self._num_free -= num_pages
-        self._allocated[pages] = True
+        self._refs[_places(pages)] = 1
         return pages
 
-    def free(self, pages: npt.NDArray[np.int32]) -> None:
-        if pages.size == 0:
-            return
-        if pages.min() < 1 or pages.max() > self._num_pages:
-            raise ContractError(f"pages to free must be 1 to {self._num_pages}: {pages.min()} to {pages.max()} given.")
-        if not self._allocated[pages].all():
-            raise ContractError(f"page {pages[~self._allocated[pages]][0]} is freed but not allocated.")
-        order = np.arange(pages.size, dtype=np.int32)
-        self._order[pages] = order
-        repeated = self._order[pages] != order
-        if repeated.any():
-            raise ContractError(f"page {pages[repeated][0]} is freed twice in one call.")
-        self._allocated[pages] = False
-        self._free[self._num_free : self._num_free + pages.size] = pages[::-1]
-        self._num_free += pages.size
+    @property
+    def may_share(self) -> bool:  # type: ignore[override]
+        return self._extra_refs > 0
+
+    def extend(
+        self, prefix_lens: Any, lengths: Any, last_slots: Any, *, most_new_tokens: int | None = None
+    ) -> Extension:
+        if self.debug:
+            self._check_extend(*(np.asarray(array, dtype=np.int64) for array in (prefix_lens, lengths, last_slots)))
+        return super().extend(prefix_lens, lengths, last_slots)
+
+    def share(self, pages: Any) -> None:
+        pages = _real(pages)
+        if self.debug:
+            self._check_foreign(pages, "shared")
+            if (self._refs[pages] < 1).any():
+                raise ContractError(f"page {pages[self._refs[pages] < 1][0]} is shared after it was freed.")
+        np.add.at(self._refs, _places(pages), np.int32(1))
+        self._extra_refs += pages.size
+
+    def free(self, pages: Any) -> int:
+        unused = pages = _real(pages)
+        if self.debug:
+            self._check_free(pages)
+        places = _places(pages)
+        if not self._extra_refs:  # every page has one reference: nothing to count
+            self._refs[places] = 0
+        else:
+            np.subtract.at(self._refs, places, np.int32(1))
+            unused = pages[self._refs[places] == 0]
+            if unused.size > 1:  # a page whose last two references went is named twice
+                unused = unused[np.sort(np.unique(unused, return_index=True)[1])]
+            self._extra_refs -= pages.size - unused.size
+        self._free[self._num_free : self._num_free + unused.size] = unused[::-1]
+        self._num_free += unused.size
+        return int(unused.size)
+
+    def ref_counts(self, pages: Any) -> Int32s:
+        counts: Int32s = self._refs[np.asarray(pages, dtype=np.intp)]
+        return counts
 
     def check(self) -> None:
         free = self._free[: self._num_free]
-        if np.unique(free).size != free.size:
-            raise ContractError("the free list holds a page twice.")
-        if self._allocated[free].any():
-            raise ContractError("the free list holds an allocated page.")
-        if int(self._allocated.sum()) + self._num_free != self._num_pages:
+        if np.unique(free).size != free.size or (free < 1).any():
+            raise ContractError("the free list holds a page twice, or the null page.")
+        if self._refs[free].any():
+            raise ContractError(f"page {free[self._refs[free] != 0][0]} is in the free list and has references.")
+        if self._refs[0] or (self._refs < 0).any():
+            raise ContractError("a page has fewer than no references, or the null page has some.")
+        held = int(np.count_nonzero(self._refs))
+        if held + self._num_free != self._num_pages:
+            raise ContractError(f"{held} allocated and {self._num_free} free pages do not make {self._num_pages}.")
+        if int(self._refs.sum()) - held != self._extra_refs:
+            raise ContractError("the number of shared references is not the sum over the pages.")
+
+    def _check_foreign(self, pages: npt.NDArray[np.integer], what: str) -> None:
+        foreign = (pages < 1) | (pages > self._num_pages)
+        if foreign.any():
+            raise ContractError(f"page {pages[foreign][0]} is {what}, and this allocator's are 1 to {self._num_pages}.")
+
+    def _check_free(self, pages: npt.NDArray[np.integer]) -> None:
+        self._check_foreign(pages, "freed")
+        named, times = np.unique(pages, return_counts=True)
+        short = self._refs[named] < times
+        if short.any():
+            page = named[short][0]
             raise ContractError(
-                f"{int(self._allocated.sum())} allocated and {self._num_free} free pages do not make {self._num_pages}."
+                f"page {page} is freed {times[short][0]} times in one call and has {self._refs[page]} references: "
+                "it was freed before, or belongs to somebody else."
             )
+
+    def _check_extend(
+        self,
+        prefix_lens: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        last_slots: npt.NDArray[np.int64],
+    ) -> None:
+        last_pages = last_slots // self.page_size
+        if (lengths < prefix_lens).any() or (prefix_lens < 0).any():
+            raise ContractError("extend makes sequences longer: a length is below its prefix, or negative.")
+        has_prefix = prefix_lens > 0
+        self._check_foreign(last_pages[has_prefix], "extended")
+        if last_pages[~has_prefix].any():
+            raise ContractError("a sequence without tokens has a last slot outside of the null page.")
+        wrong = has_prefix & (last_slots % self.page_size != (prefix_lens - 1) % self.page_size)
+        if wrong.any():
+            raise ContractError(
+                f"slot {last_slots[wrong][0]} cannot hold token {prefix_lens[wrong][0] - 1} of its sequence at page "
+                f"size {self.page_size}: the last slots do not fit the prefix lengths."
+            )
+        gone = has_prefix & (self._refs[last_pages] < 1)
+        if gone.any():
+            raise ContractError(f"page {last_pages[gone][0]} is extended after it was freed.")
+        partial = has_prefix & (prefix_lens % self.page_size != 0) & (lengths > prefix_lens)
+        named, times = np.unique(last_pages[partial], return_counts=True)
+        aliased = (times > 1) & (self._refs[named] < times)
+        if aliased.any():
+            raise ContractError(f"two sequences would write to page {named[aliased][0]}, which only one of them holds.")
+
+
+def _real(pages: Any) -> npt.NDArray[np.integer]:
+    """Without the null page, which is padding."""
+    given: npt.NDArray[np.integer] = np.asarray(pages)
+    if given.size == 0:
+        return np.zeros(0, dtype=np.int32)
+    return given if given.min() != NULL_PAGE else given[given != NULL_PAGE]
+
+
+def _places(pages: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
+    """For indexing: numpy takes three times as long where it has to convert the indices itself."""
+    return pages.astype(np.intp)

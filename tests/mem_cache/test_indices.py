@@ -21,9 +21,9 @@ def test_lengths_8_10_7_with_prefixes_5_5_5_at_page_size_1_give_the_documented_i
     seqs = table.new_sequences(3)
     table.extend(seqs, [5, 5, 5])
     view = table.extend(seqs, [3, 5, 2])
-    assert view.lengths.tolist() == [8, 10, 7]
+    assert view.kv_lens.tolist() == [8, 10, 7]
     assert indices.indptr(view.num_pages).tolist() == [0, 8, 18, 25]
-    assert indices.indptr(view.lengths - view.prefix_lens).tolist() == [0, 3, 8, 10]
+    assert indices.indptr(view.kv_lens - view.prefix_lens).tolist() == [0, 3, 8, 10]
 
 
 def test_page_lists_give_the_documented_csr():
