@@ -42,7 +42,7 @@ def anyattn_kv_allocators() -> dict[str, str]:
 
 @hookimpl
 def anyattn_kv_pools() -> dict[str, str]:
-    """Plain torch."""
+    """Triton where it runs, plain torch elsewhere."""
     return {
         "mha": "anyattn.mem_cache.pool:MHAPool",
         "mla": "anyattn.mem_cache.pool:MLAPool",
