@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from anyattn.errors import OutOfPagesError as OutOfPagesError
     from anyattn.errors import PluginLoadError as PluginLoadError
     from anyattn.errors import SpecError as SpecError
+    from anyattn.errors import StorageError as StorageError
+    from anyattn.mem_cache.file_tier import FileTier as FileTier
+    from anyattn.mem_cache.host_tier import HostTier as HostTier
+    from anyattn.mem_cache.prefix_cache import PrefixCache as PrefixCache
+    from anyattn.mem_cache.transfer import export_sequence as export_sequence
+    from anyattn.mem_cache.transfer import import_sequence as import_sequence
     from anyattn.platforms.base import Platform as Platform
     from anyattn.platforms.base import ProbeResult as ProbeResult
     from anyattn.plugins.hookspecs import hookimpl as hookimpl
@@ -42,19 +48,25 @@ _HOMES = {
     "Batch": "anyattn.attention.batch",
     "Capabilities": "anyattn.attention.capabilities",
     "ContractError": "anyattn.errors",
+    "FileTier": "anyattn.mem_cache.file_tier",
     "GraphLevel": "anyattn.types",
+    "HostTier": "anyattn.mem_cache.host_tier",
     "NoBackendError": "anyattn.errors",
     "NoDeviceError": "anyattn.errors",
     "OutOfPagesError": "anyattn.errors",
     "Platform": "anyattn.platforms.base",
     "PluginLoadError": "anyattn.errors",
+    "PrefixCache": "anyattn.mem_cache.prefix_cache",
     "ProbeResult": "anyattn.platforms.base",
     "Selection": "anyattn.attention.selection",
     "SpecError": "anyattn.errors",
+    "StorageError": "anyattn.errors",
     "create_runtime": "anyattn.wiring",
     "current_platform": "anyattn.discovery",
     "detect": "anyattn.discovery",
+    "export_sequence": "anyattn.mem_cache.transfer",
     "hookimpl": "anyattn.plugins.hookspecs",
+    "import_sequence": "anyattn.mem_cache.transfer",
     "merge_states": "anyattn.attention.merge",
     "select": "anyattn.attention.select",
     "survey": "anyattn.dry_run",

@@ -11,7 +11,7 @@ from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import SpecError
 from anyattn.platforms.base import Platform
 from anyattn.settings import Settings
-from anyattn.types import KV_LAYOUTS
+from anyattn.types import ALL_LAYOUTS
 
 _MOST_LAYERS = 1 << 16
 
@@ -26,13 +26,16 @@ def checked_preference(
     pool: Any = None,
     page_size: Any = None,
     layout: Any = None,
+    joined_layers: Any = False,
     installed_only: bool = False,
 ) -> Preference:
     """Arguments beat the settings, and those of one role beat `backend`. Raises SpecError for what means nothing."""
     both, prefill = (_name(n, v) for n, v in (("backend", backend), ("prefill_backend", prefill_backend)))
     decode = () if decode_backend is None else _names("decode_backend", decode_backend)
-    if layout not in (None, *KV_LAYOUTS):
-        raise SpecError(f"layout must be {' or '.join(KV_LAYOUTS)}, not {layout!r}.")
+    if layout not in (None, *ALL_LAYOUTS):
+        raise SpecError(f"layout must be {' or '.join(ALL_LAYOUTS)}, not {layout!r}.")
+    if not isinstance(joined_layers, bool):
+        raise SpecError(f"joined_layers must be True or False, not {joined_layers!r}.")
     return Preference(
         prefill_backend=prefill or both or settings.prefill_backend,
         decode_backends=decode or ((both,) if both else settings.decode_backends),
@@ -40,6 +43,7 @@ def checked_preference(
         pool=_name("pool", pool),
         page_size=settings.page_size if page_size is None else positive_integer("page_size", page_size),
         layout=layout,
+        joined_layers=joined_layers,
         installed_only=installed_only,
     )
 

@@ -64,6 +64,7 @@ def survey(
     pool: str | None = None,
     page_size: int | None = None,
     layout: KVLayout | None = None,
+    joined_layers: bool = False,
     installed_only: bool = False,
 ) -> Survey:
     """Detects and selects as `create_runtime` does, without allocating; nothing has to be here but anyattn.
@@ -88,6 +89,7 @@ def survey(
         pool=pool,
         page_size=page_size,
         layout=layout,
+        joined_layers=joined_layers,
         installed_only=installed_only,
     )
     return survey_layers(layers, checked_device(settings, device), preference, plugin_manager(settings))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anyattn.arguments import checked_device, checked_layers, checked_preference, positive_integer
@@ -13,23 +15,28 @@ from anyattn.attention.select import select_layers
 from anyattn.attention.selection import Selection
 from anyattn.attention.spec import AttentionSpec
 from anyattn.discovery import candidates, detect, find_device, plugin_manager, require_usable
-from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, contained
+from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, SpecError, contained
 from anyattn.mem_cache.base import KVAllocator, KVPool
+from anyattn.mem_cache.empty_pool import EmptyPool
 from anyattn.mem_cache.page_table import PageTable
+from anyattn.mem_cache.spec import CacheGroup, CacheSpec, memory_needed, pages_for_memory
+from anyattn.mem_cache.windows import WindowPages
 from anyattn.platforms.base import Platform
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
 from anyattn.settings import Settings
-from anyattn.types import ROLES, KVLayout
-
-_MOST_PAGES = 2**31 - 2  # page ids are int32, and the null page takes one
+from anyattn.types import MOST_PAGES, ROLES, KVLayout
 
 
 def create_runtime(
     spec: AttentionSpec | Sequence[AttentionSpec],
     *,
     num_layers: int | None = None,
-    num_pages: int,
+    num_pages: int | None = None,
+    num_window_pages: int | None = None,
+    memory_bytes: int | None = None,
+    max_num_seqs: int | None = None,
+    max_new_tokens: int | None = None,
     device: Any = None,
     backend: str | None = None,
     prefill_backend: str | None = None,
@@ -38,12 +45,17 @@ def create_runtime(
     pool: str | None = None,
     page_size: int | None = None,
     layout: KVLayout | None = None,
+    joined_layers: bool = False,
 ) -> AttentionRuntime:
     """Detect, select, allocate: everything an engine needs to attend on this machine.
 
     spec: of all layers, with `num_layers`; or one for each layer. Layers may differ in masks and features, and share
         one KV cache.
     num_pages: pages that sequences can own; the pool holds one more, the null page.
+    num_window_pages: gives the layers of each sliding window a pool of their own, of so many pages, in which sequences
+        keep only what the window reaches; without it, such layers keep all pages, in the one pool.
+    memory_bytes: instead of both, what all pools may take together. Layers with windows get what `max_num_seqs`
+        sequences (256) need that extend by `max_new_tokens` tokens (8192) a step together, the others what is left.
     device: a kind ("cuda"), a torch device ("cuda:1", as a name or an object) or a platform; by default
         ANYATTN_PLATFORM, then the first usable device.
     backend: for both roles, or `prefill_backend` and `decode_backend` (several names: `plan` picks among them by
@@ -51,13 +63,16 @@ def create_runtime(
         ANYATTN_PREFILL_BACKEND and ANYATTN_DECODE_BACKEND, then the best valid ones. Arguments beat the environment.
     page_size: tokens; by default ANYATTN_PAGE_SIZE, then what the chosen backends prefer.
     layout, allocator, pool: by default the best valid ones.
+    joined_layers: all layers' parts of one page lie together, in one tensor, which moves pages in longer pieces.
 
     Raises SpecError, NoDeviceError, NoBackendError (with all reasons), PluginLoadError, and ContractError for a pool
     that does not fit into memory.
     """
     settings = Settings.from_env()
-    num_pages = positive_integer("num_pages", num_pages, most=_MOST_PAGES)
+    size = _PoolSize.checked(num_pages, num_window_pages, memory_bytes, max_num_seqs, max_new_tokens)
     layers = checked_layers(spec, num_layers)
+    if num_window_pages is not None and not any(layer.sliding_window for layer in layers):
+        raise SpecError("num_window_pages is for layers with a sliding_window, and no layer has one.")
     preference = checked_preference(
         settings,
         backend=backend,
@@ -67,6 +82,7 @@ def create_runtime(
         pool=pool,
         page_size=page_size,
         layout=layout,
+        joined_layers=joined_layers,
     )
     plugins = plugin_manager(settings)
     wanted = checked_device(settings, device)
@@ -77,7 +93,55 @@ def create_runtime(
     platform = require_usable(wanted)
     _require_torch(platform)
     selections = select_layers(layers, platform, candidates(plugins, detection), preference)
-    return _assemble(layers, selections, plugins, num_pages, debug=settings.debug)
+    return _assemble(layers, selections, plugins, size, joined_layers=joined_layers, debug=settings.debug)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PoolSize:
+    """What the caller said of the pools' sizes: pages, or bytes and what they are to be enough for."""
+
+    num_pages: int | None
+    num_window_pages: int | None
+    memory_bytes: int | None
+    max_num_seqs: int
+    max_new_tokens: int
+
+    @classmethod
+    def checked(
+        cls, num_pages: Any, num_window_pages: Any, memory_bytes: Any, max_num_seqs: Any, max_new_tokens: Any
+    ) -> _PoolSize:
+        """Raises SpecError unless pages are given, or bytes."""
+        if (num_pages is None) == (memory_bytes is None) or (num_pages is None and num_window_pages is not None):
+            raise SpecError("give num_pages (and num_window_pages), or memory_bytes.")
+        if memory_bytes is None and (max_num_seqs, max_new_tokens) != (None, None):
+            raise SpecError("max_num_seqs and max_new_tokens are for memory_bytes: num_pages says the size already.")
+        return cls(
+            num_pages=None if num_pages is None else positive_integer("num_pages", num_pages, most=MOST_PAGES),
+            num_window_pages=None
+            if num_window_pages is None
+            else positive_integer("num_window_pages", num_window_pages, most=MOST_PAGES),
+            memory_bytes=None if memory_bytes is None else positive_integer("memory_bytes", memory_bytes),
+            max_num_seqs=positive_integer("max_num_seqs", 256 if max_num_seqs is None else max_num_seqs),
+            max_new_tokens=positive_integer("max_new_tokens", 8192 if max_new_tokens is None else max_new_tokens),
+        )
+
+    def setting(self, group: CacheGroup) -> str:
+        """The argument that says how large a group's pool is."""
+        if self.memory_bytes is not None:
+            return "memory_bytes"
+        return "num_pages" if group.window is None else "num_window_pages"
+
+    def pages(self, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+        """Pages of each group's pool. Raises SpecError where memory_bytes are too few for one page of each."""
+        if self.num_pages is not None:
+            return (self.num_pages, *[self.num_window_pages or self.num_pages for _ in groups[1:]])
+        pages = pages_for_memory(
+            groups, self.memory_bytes or 0, num_seqs=self.max_num_seqs, max_new_tokens=self.max_new_tokens
+        )
+        if 0 in pages:
+            least = memory_needed(groups, [1] * len(groups))
+            raise SpecError(f"memory_bytes={self.memory_bytes} hold no page: {least} are the least for these layers.")
+        return tuple(min(count, MOST_PAGES) for count in pages)
 
 
 def _require_torch(platform: Platform) -> None:
@@ -95,36 +159,74 @@ def _assemble(
     layers: Sequence[AttentionSpec],
     selections: dict[AttentionSpec, Selection],
     plugins: PluginManager,
-    num_pages: int,
+    size: _PoolSize,
     *,
+    joined_layers: bool,
     debug: bool,
 ) -> AttentionRuntime:
     first = next(iter(selections.values()))
-    cache = first.spec.cache_spec(num_layers=len(layers), page_size=first.page_size, layout=first.layout)
+    page_size, device = first.page_size, first.platform.torch_device
+    own_pools = size.num_window_pages is not None or size.memory_bytes is not None
+    windows = sorted({spec.sliding_window for spec in layers if spec.sliding_window}) if own_pools else []
+    numbers = [windows.index(spec.sliding_window) + 1 if spec.sliding_window in windows else 0 for spec in layers]
+    places = [(number, numbers[:layer].count(number)) for layer, number in enumerate(numbers)]
+    groups = [
+        CacheGroup(
+            cache=first.spec.cache_spec(
+                num_layers=numbers.count(number), page_size=page_size, layout=first.layout, joined_layers=joined_layers
+            ),
+            window=window,
+        )
+        for number, window in enumerate([None, *windows])
+    ]
     offers = plugins.attention_backends()
     backends = {}
     for spec, selection in selections.items():
         chosen = dict.fromkeys(name for role in ROLES for name in selection.backends(role))
+        cache = groups[numbers[list(layers).index(spec)]].cache
         instances = {name: _make(offers[name], spec, cache, selection.platform) for name in chosen}
         backends[spec] = HybridBackend(selection, instances)
+    num_pages = size.pages(groups)
+    pools = [
+        _make_pool(plugins.kv_pools()[first.pool], group.cache, pages, device, size.setting(group))
+        for group, pages in zip(groups, num_pages, strict=True)
+    ]
+    offer = plugins.kv_allocators()[first.allocator]
+    allocators: list[KVAllocator] = [_make(offer, pages, page_size, device, debug=debug) for pages in num_pages]
+    table = PageTable(
+        allocators[0],
+        page_size,
+        device=device,
+        windows=[
+            WindowPages(window, allocator, num_pages=num_pages[0], page_size=page_size)
+            for window, allocator in zip(windows, allocators[1:], strict=True)
+        ],
+        debug=debug,
+    )
+    return AttentionRuntime(layers, selections, backends, pools, table, places)
+
+
+def _make_pool(offer: Offer, cache: CacheSpec, num_pages: int, device: str, setting: str) -> KVPool:
+    """A pool. Raises ContractError where there is no memory for it. setting: what the caller gave its size by."""
+    if not cache.num_layers:
+        return EmptyPool(cache, num_pages, device)
     try:
-        pool: KVPool = _make(plugins.kv_pools()[first.pool], cache, num_pages, first.platform.torch_device)
+        pool: KVPool = _make(offer, cache, num_pages, device)
     except PluginLoadError:
         raise
     except (MemoryError, RuntimeError) as error:
         wanted = cache.bytes_per_page * (num_pages + 1)
         raise ContractError(
-            f"a pool of {num_pages} pages takes {wanted / 2**30:.1f} GiB on {first.platform.torch_device}, which could "
-            f"not be had: {error}. Give a smaller num_pages."
+            f"a pool of {num_pages} pages takes {wanted / 2**30:.1f} GiB on {device}, which could not be had: {error}. "
+            f"Give a smaller {setting}."
         ) from error
-    pages: KVAllocator = _make(plugins.kv_allocators()[first.allocator], num_pages, first.page_size)
-    return AttentionRuntime(layers, selections, backends, pool, PageTable(pages, first.page_size, debug=debug))
+    return pool
 
 
-def _make(offer: Offer, *arguments: Any) -> Any:
+def _make(offer: Offer, *arguments: Any, **named: Any) -> Any:
     """An instance of what is offered. What a plugin's constructor raises becomes a PluginLoadError with its name."""
     try:
-        return contained(offer.load(), *arguments)
+        return contained(partial(offer.load(), **named), *arguments)
     except AnyattnError:
         raise
     except Exception as error:

@@ -103,6 +103,8 @@ def _declared(c: Capabilities) -> list[tuple[str, str]]:
         "tree masks": c.tree_mask,
         "LSE": c.lse,
         "deterministic": c.deterministic,
+        "per-head scales": c.per_head_scales,
+        "strided pages": c.strided_pages,
     }
     proven = (("run on", c.run_on), ("emulated on", c.emulated_on), ("contract-tested on", c.contract_tested_on))
     return [

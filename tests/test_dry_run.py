@@ -26,6 +26,7 @@ def test_what_cannot_be_is_an_answer_and_what_means_nothing_an_error():
     assert anyattn.survey(SPEC, device="cpu", page_size=5000).selection is None
     for arguments in (
         {"page_size": 0}, {"page_size": True}, {"page_size": "16"}, {"layout": "nhd"}, {"backend": ["a"]},
+        {"joined_layers": 1}, {"joined_layers": None},
         {"backend": ""}, {"decode_backend": []}, {"decode_backend": [""]}, {"pool": 3}, {"device": ""},
     ):  # fmt: skip
         with pytest.raises(SpecError):
@@ -38,6 +39,17 @@ def test_what_cannot_be_is_an_answer_and_what_means_nothing_an_error():
         anyattn.survey([])
     with pytest.raises(SpecError, match=r"layer 0 is \[8/2 heads of 64.*layer 2 is \[8/2 heads of 32"):
         anyattn.survey([SPEC, SPEC, SPEC.replace(head_dim=32)])
+
+
+def test_joined_layers_are_judged_as_create_runtime_would():
+    strided = anyattn.survey(SPEC, device="sim:h100", joined_layers=True)
+    assert strided.selection.preference.joined_layers
+    assert "joined layers" in strided.explain()
+    refused = {v.name: v.reasons for v in strided.verdicts[SPEC]}["flashinfer"]
+    assert {reason.field: reason.remedy for reason in refused} == {"joined_layers": "set joined_layers=False"}
+    assert anyattn.survey(SPEC, device="sim:h100").selection.decode == "flashinfer"
+    by_name = anyattn.survey(SPEC, device="sim:h100", joined_layers=True, backend="flashinfer")
+    assert "joined_layers: wanted pages of joined layers" in str(by_name.error)
 
 
 def test_a_device_whose_kind_torch_calls_otherwise_answers_to_torchs_name():

@@ -28,6 +28,16 @@ def test_the_python_of_the_readme_runs_as_printed(capsys):
     assert "torch_native: priority" in capsys.readouterr().out
 
 
+def test_the_python_of_the_memory_page_runs_as_printed(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/memory.md").read_text(), flags=re.DOTALL)
+    scope = {}
+    for block in blocks:
+        exec(compile(block, "docs/memory.md", "exec"), scope)
+    assert "96 of 100 tokens are there" in capsys.readouterr().out
+    scope["rt"].table.check()
+    scope["cache"].check()
+
+
 def test_the_first_two_commands_of_the_readme_are_make_run_and_make_test():
     assert re.findall(r"^make \w+", README, flags=re.MULTILINE)[:2] == ["make run", "make test"]
 

@@ -33,7 +33,7 @@ ALLOWED = {
     "integrations": None,
     "cli": None,
     "__main__": None,
-    "": {"errors", "types", "attention", "platforms.base", "plugins", "discovery", "dry_run", "wiring"},
+    "": {"errors", "types", "attention", "mem_cache", "platforms.base", "plugins", "discovery", "dry_run", "wiring"},
 }
 """By room: what it may import of anyattn; None for the outermost rooms, which may import every other."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
-from anyattn.mem_cache import indices
+from anyattn.mem_cache.kernels.indices import step_indices_unchecked
 from anyattn.types import Phase, dtype_name
 
 if TYPE_CHECKING:
@@ -16,31 +16,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from anyattn.mem_cache.page_table import PageTable, StepView
+    from anyattn.mem_cache.step_view import StepTensors, StepView
 else:
     np = lazy_import("numpy")
     torch = lazy_import("torch")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostBatch:
-    """What kernels' planners want on the host, so that none of them has to read it back from the device.
-
-    qo_lens, kv_lens, prefix_lens: [num_seqs], new tokens, all tokens, tokens before the step.
-    num_pages, kv_last_page_len: [num_seqs]. qo_indptr, kv_indptr: [num_seqs + 1], in tokens and in pages.
-    kv_indices: [kv_indptr[-1]]. table, seqs: whose step it is, and the [num_seqs] handles there.
-    """
-
-    table: PageTable
-    seqs: npt.NDArray[np.int64]
-    qo_lens: npt.NDArray[np.int64]
-    kv_lens: npt.NDArray[np.int64]
-    prefix_lens: npt.NDArray[np.int64]
-    num_pages: npt.NDArray[np.int64]
-    kv_last_page_len: npt.NDArray[np.int32]
-    qo_indptr: npt.NDArray[np.int32]
-    kv_indptr: npt.NDArray[np.int32]
-    kv_indices: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +34,9 @@ class Batch:
     positions: [num_tokens], int64, each new token's place in its sequence.
     tree_masks: for each sequence None (causal) or [qo_len, qo_len], bool: row i sees new token j. The prefix is seen
         by every row.
+    host: the step on the host (lengths, pointers, handles), so that no planner has to read anything back.
+    windows: the same step for each of the table's windows, with the pages of its layers; the null page stands where a
+        sequence let go of a page. Lengths and positions are as here.
     """
 
     page_size: int
@@ -72,58 +54,71 @@ class Batch:
     out_slots: torch.Tensor
     positions: torch.Tensor
     tree_masks: tuple[torch.Tensor | None, ...] | None
-    host: HostBatch
+    host: StepView
+    windows: tuple[Batch, ...] = ()
+
+    def of_pool(self, number: int) -> Batch:
+        """This step with the pages of one of the runtime's pools."""
+        return self.windows[number - 1] if number else self
 
     @classmethod
     def from_view(
-        cls, view: StepView, device: torch.device, tree_masks: tuple[torch.Tensor | None, ...] | None = None
+        cls, view: StepView, tensors: StepTensors, tree_masks: tuple[torch.Tensor | None, ...] | None = None
     ) -> Batch:
-        """The batch of one step, moved to the device in one copy. tree_masks: from `checked_tree_masks`."""
-        qo_lens = view.lengths - view.prefix_lens
-        owner, positions = indices.token_positions(view.prefix_lens, view.lengths)
-        host = HostBatch(
-            table=view.table,
-            seqs=view.seqs,
-            qo_lens=qo_lens,
-            kv_lens=view.lengths,
-            prefix_lens=view.prefix_lens,
-            num_pages=view.num_pages,
-            kv_last_page_len=indices.last_page_len(view.lengths, view.page_size),
-            qo_indptr=indices.indptr(qo_lens),
-            kv_indptr=indices.indptr(view.num_pages),
-            kv_indices=indices.kv_indices(view.rows, view.num_pages),
-        )
-        qo_indptr, kv_lens, kv_indptr, kv_indices, last_page_len, block_table, out_slots, positions_ = _to_device(
-            [
-                host.qo_indptr,
-                host.kv_lens.astype(np.int32),
-                host.kv_indptr,
-                host.kv_indices,
-                host.kv_last_page_len,
-                view.rows,
-                indices.slots(view.rows, owner, positions, view.page_size),
-                positions,
-            ],
-            device,
-        )
-        return cls(
+        """The batch of one step. tensors: `view.tensors()`. tree_masks: from `checked_tree_masks`."""
+        positions = torch.empty(int(view.qo_indptr[-1]), dtype=torch.int64, device=tensors.page_table.device)
+        full = cls(
             page_size=view.page_size,
             num_seqs=int(view.seqs.size),
-            num_tokens=int(positions.size),
-            max_qo_len=int(qo_lens.max(initial=0)),
-            max_kv_len=int(view.lengths.max(initial=0)),
-            phase=_phase(qo_lens, view.prefix_lens, has_tree=tree_masks is not None),
-            qo_indptr=qo_indptr,
-            kv_lens=kv_lens,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_last_page_len=last_page_len,
-            block_table=block_table,
-            out_slots=out_slots,
-            positions=positions_,
+            num_tokens=int(view.qo_indptr[-1]),
+            max_qo_len=int(view.qo_lens.max(initial=0)),
+            max_kv_len=int(view.kv_lens.max(initial=0)),
+            phase=_phase(view.qo_lens, view.prefix_lens, has_tree=tree_masks is not None),
+            qo_indptr=tensors.qo_indptr,
+            kv_lens=tensors.kv_lens,
+            kv_indptr=tensors.kv_indptr,
+            kv_last_page_len=tensors.kv_last_page_len,
+            positions=positions,
             tree_masks=tree_masks,
-            host=host,
+            host=view,
+            **_page_tensors(view, tensors, positions=positions),
         )
+        windows = tuple(replace(full, **_page_tensors(view, tensors, mapping=each)) for each in tensors.mappings)
+        return replace(full, windows=windows) if windows else full
+
+
+def _page_tensors(
+    view: StepView,
+    tensors: StepTensors,
+    *,
+    mapping: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """The fields of a batch that name pages of one pool, made in one launch, which fills `positions` too where given.
+
+    mapping: from full pages to those of the pool; None for the full ones.
+    """
+    device = tensors.page_table.device
+    pages = {
+        "kv_indices": torch.empty(int(view.kv_indptr[-1]), dtype=torch.int32, device=device),
+        "block_table": torch.empty(
+            (view.seqs.size, int(view.num_pages.max(initial=0))), dtype=torch.int32, device=device
+        ),
+        "out_slots": torch.empty(int(view.qo_indptr[-1]), dtype=torch.int64, device=device),
+    }
+    step_indices_unchecked(
+        tensors.page_table,
+        tensors.rows,
+        tensors.kv_lens,
+        tensors.prefix_lens,
+        tensors.qo_indptr,
+        tensors.kv_indptr,
+        view.page_size,
+        mapping=mapping,
+        positions=positions,
+        **pages,
+    )
+    return pages
 
 
 def _phase(qo_lens: npt.NDArray[np.int64], prefix_lens: npt.NDArray[np.int64], *, has_tree: bool) -> Phase:
@@ -150,19 +145,3 @@ def checked_tree_masks(
                 f"not {dtype_name(mask.dtype)} {list(mask.shape)}."
             )
     return tuple(None if mask is None else mask.to(device, non_blocking=True, copy=True) for mask in tree_masks)
-
-
-def _to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Tensors with the arrays' contents; on a device they are views of one buffer that travels in one copy."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)])  # kernels load 16 bytes at once
-    staging = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
-    buffer = staging.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    moved = staging.to(device, non_blocking=True)
-    return [
-        moved[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for array, start in zip(arrays, starts.tolist(), strict=False)
-    ]

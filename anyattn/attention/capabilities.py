@@ -11,10 +11,10 @@ from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import ContractError, contained
 from anyattn.platforms.base import Platform
 from anyattn.types import (
+    ALL_LAYOUTS,
     ANY_INT,
     DTYPE_BYTES,
     FP8_DTYPES,
-    KV_LAYOUTS,
     PHASES,
     GraphLevel,
     IntSet,
@@ -41,11 +41,14 @@ class Capabilities:
     programs: what must be on the PATH, by name; "$CXX|g++" is what the variable CXX names, g++ where it is not set.
     kv_dtypes: dtypes of the cache served besides the spec's own, any of them with any of `dtypes`; fp8 is read as
         value times scale. Leave it empty where the cache has q's dtype.
+    per_head_scales: whether those scales may be tensors with one for each KV head.
     head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
         besides; `any_head_dim_pair`: all of them.
     mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
     group_sizes: query heads a KV head.
     layouts: in order of preference; `preferred_page_size` likewise breaks the tie when nobody asked for a size.
+    strided_pages: whether it reads pages that do not lie one behind the other: the stride of the first axis of `kv.k`
+        and `kv.v` is then any number of elements, no less than a page's.
     contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
     priority: higher is chosen first; a number, or a function of facts, spec, role and load. A backend that is best for
         some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
@@ -61,6 +64,7 @@ class Capabilities:
     programs: tuple[str, ...] = ()
     dtypes: frozenset[str]
     kv_dtypes: frozenset[str] = frozenset()
+    per_head_scales: bool = False
     head_dims: IntSet | None = None
     head_dim_pairs: frozenset[tuple[int, int]] = frozenset()
     any_head_dim_pair: bool = False
@@ -70,6 +74,7 @@ class Capabilities:
     page_sizes: IntSet
     preferred_page_size: int | None = None
     layouts: tuple[KVLayout, ...]
+    strided_pages: bool = False
     phases: frozenset[Phase]
     causal: frozenset[bool] = frozenset({True})
     sliding_window: bool = False
@@ -152,10 +157,12 @@ class Capabilities:
         *,
         page_size: int | None = None,
         layout: KVLayout | None = None,
+        joined_layers: bool = False,
     ) -> list[Reason]:
         """All reasons against this backend in this role, derived from the declaration; empty when it is valid.
 
         page_size, layout: checked when given; otherwise selection still has to settle them.
+        joined_layers: whether the pool keeps all layers' parts of a page together, which needs `strided_pages`.
         """
         return [
             *self.device_reasons(platform),
@@ -164,7 +171,7 @@ class Capabilities:
             *self._head_reasons(spec),
             *self._feature_reasons(spec),
             *self._graph_reasons(spec, platform),
-            *self._paging_reasons(page_size, layout),
+            *self._paging_reasons(page_size, layout, joined_layers),
             *_unknown_field_reasons(spec),
         ]
 
@@ -204,7 +211,10 @@ class Capabilities:
         if spec.dtype not in self.dtypes:
             yield _replace_reason("dtype", spec.dtype, sorted(self.dtypes))
         if spec.storage_dtype != spec.dtype and spec.storage_dtype not in self.kv_dtypes:
-            yield _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
+            reason = _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
+            if spec.kv_scale_per_head:  # which the spec allows with fp8 only
+                reason = dataclasses.replace(reason, remedy=f"{reason.remedy} and kv_scale_per_head=False")
+            yield reason
 
     def _head_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.kv_lora_rank is not None and spec.qk_rope_head_dim is not None:
@@ -257,6 +267,7 @@ class Capabilities:
             if getattr(spec, name) != _NEUTRAL[name] and not supported:
                 yield _model_reason(name, getattr(spec, name), [_NEUTRAL[name]])
         for name, supported in (
+            ("kv_scale_per_head", self.per_head_scales),
             ("tree_mask", self.tree_mask),
             ("return_lse", self.lse),
             ("deterministic", self.deterministic),
@@ -270,7 +281,7 @@ class Capabilities:
             served = [level.name.lower() for level in reversed(GraphLevel) if level <= most]
             yield _replace_reason("graph", spec.graph.name.lower(), served)
 
-    def _paging_reasons(self, page_size: int | None, layout: KVLayout | None) -> Iterable[Reason]:
+    def _paging_reasons(self, page_size: int | None, layout: KVLayout | None, joined_layers: bool) -> Iterable[Reason]:
         if page_size is not None and page_size not in self.page_sizes:
             yield Reason(
                 field="page_size",
@@ -280,6 +291,13 @@ class Capabilities:
             )
         if layout is not None and layout not in self.layouts:
             yield _replace_reason("layout", layout, self.layouts)
+        if joined_layers and not self.strided_pages:
+            yield Reason(
+                field="joined_layers",
+                wanted="pages of joined layers",
+                supported="pages of one layer that lie one behind the other",
+                remedy="set joined_layers=False",
+            )
 
 
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -293,23 +311,23 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "graph": GraphLevel,
     "extra": str,
     **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
-    **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q"), bool),
+    **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q", "per_head_scales", "strided_pages"), bool),
 }
 
 _KNOWN_MEMBERS: dict[str, set[str]] = {
     "dtypes": set(DTYPE_BYTES) - FP8_DTYPES,
     "kv_dtypes": set(DTYPE_BYTES),
     "phases": set(PHASES),
-    "layouts": set(KV_LAYOUTS),
+    "layouts": set(ALL_LAYOUTS),
 }
 
 _NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionSpec)}
 
 _JUDGED_FIELDS = frozenset(
     {
-        "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "sm_scale", "causal",
-        "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "graph", "deterministic",
-        "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+        "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "kv_scale_per_head", "sm_scale",
+        "causal", "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "graph",
+        "deterministic", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
     }
 )  # fmt: skip
 """The spec's fields that the reasons above judge. A field added to the spec joins this list with its own reason."""

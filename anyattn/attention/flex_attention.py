@@ -12,6 +12,7 @@ A kernel is compiled when a step first needs it, for all numbers of tiles and bl
 from __future__ import annotations
 
 import functools
+import math
 import os
 import types
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.pool import dequantize
 from anyattn.types import ANY_INT, FP8_DTYPES, KV_LAYOUTS, PHASES, IntSet
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     import torch
     import torch.nn.attention.flex_attention as flex
 
-    from anyattn.attention.batch import Batch, HostBatch
+    from anyattn.attention.batch import Batch
     from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import LayerKV
     from anyattn.mem_cache.spec import CacheSpec
+    from anyattn.mem_cache.step_view import StepView
     from anyattn.platforms.base import Platform
 
     Ints = npt.NDArray[np.integer[Any]]
@@ -52,14 +55,18 @@ _TILES, _TREE_BITS = 4096, 1 << 16
 class _Plan:
     """One step, on the device. Rows are int64, and count single heads of single tokens.
 
-    q_rows: [num_kv_heads * rows of all tiles], in q. kv_rows: [num_kv_heads * num_packed], in the pool.
-    out_rows: [num_tokens * num_qo_heads], in the kernel's output.
+    q_rows: [num_kv_heads * rows of all tiles], in q. out_rows: [num_tokens * num_qo_heads], in the kernel's output.
+    pages, rows_in_page: [num_packed] and [num_kv_heads, num_packed], where the packed keys and values are in the pool.
+    kv_rows: the rows in a layer's pages that follow from these, by the numbers in which pages differ; made when first
+        needed, and the same for layers whose pages lie alike.
     masks: what the kernel takes besides q, k, v and the slopes.
     """
 
     kernel: Callable[..., Any]
     q_rows: torch.Tensor
-    kv_rows: torch.Tensor
+    pages: torch.Tensor
+    rows_in_page: torch.Tensor
+    kv_rows: dict[tuple[int, ...], torch.Tensor]
     out_rows: torch.Tensor
     masks: tuple[torch.Tensor | None, ...]
 
@@ -74,12 +81,14 @@ class FlexAttentionBackend(AttentionBackend):
         extra="cuda",
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES | FP8_DTYPES,
+        per_head_scales=True,
         head_dims=IntSet(minimum=16, maximum=256),  # torch refuses less: _inductor/kernel/flex/flex_attention.py
         head_dim_pairs=frozenset({(192, 128)}),
         mla_dims=frozenset({(512, 64)}),
         page_sizes=ANY_INT,
         preferred_page_size=16,
         layouts=KV_LAYOUTS,
+        strided_pages=True,
         phases=frozenset(PHASES),
         causal=frozenset({True, False}),
         sliding_window=True,
@@ -95,7 +104,7 @@ class FlexAttentionBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
-        self._kernel_spec = spec.replace(kv_dtype="auto")  # what is gathered has q's dtype
+        self._kernel_spec = spec.replace(kv_dtype="auto", kv_scale_per_head=False)  # what is gathered has q's dtype
         self._device = torch.device(platform.torch_device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._buffers: dict[str, torch.Tensor] = {}
@@ -142,10 +151,7 @@ class FlexAttentionBackend(AttentionBackend):
         key = torch.minimum(key + arange(_BLOCK), last_key)  # what a sequence leaves of its last block repeats its end
         page, offset = batch.block_table[seq, key // page_size].long().flatten(), (key % page_size).flatten()
         kv_head = arange(heads).unsqueeze(-1)
-        if self.cache.layout == "NHD":
-            kv_rows = (page * page_size + offset) * heads + kv_head
-        else:
-            kv_rows = (page * heads + kv_head) * page_size + offset
+        nhd = self.cache.layout == "NHD"
 
         row = arange(rows)
         token = first_token + torch.minimum(row // group, count - 1).clamp_(min=0)
@@ -156,7 +162,9 @@ class FlexAttentionBackend(AttentionBackend):
         return _Plan(
             kernel=_kernel(self._kernel_spec, str(self._device), *sizes),
             q_rows=q_rows.flatten(),
-            kv_rows=kv_rows.flatten(),
+            pages=page,
+            rows_in_page=offset * heads + kv_head if nhd else kv_head * page_size + offset,
+            kv_rows={},
             out_rows=(token_row.unsqueeze(-1) + head // group * q_rows.shape[1] + head % group).flatten(),
             masks=(
                 table.flatten(),
@@ -181,12 +189,9 @@ class FlexAttentionBackend(AttentionBackend):
         step: _Plan = plan
         spec = self.spec
         with torch.inference_mode():
-            packed_q = self._gather("q", q, step.q_rows)
-            k = dequantize(self._gather("k", kv.k, step.kv_rows), kv.k_scale, self._dtype)
-            if spec.is_mla:
-                v = k[..., : spec.vo_head_dim]
-            else:
-                v = dequantize(self._gather("v", kv.v, step.kv_rows), kv.v_scale, self._dtype)
+            packed_q = self._gather("q", q.view(-1, q.shape[-1]), step.q_rows, q.shape[-1])
+            k = self._gather_pages("k", kv.k, step, kv.k_scale)
+            v = k[..., : spec.vo_head_dim] if spec.is_mla else self._gather_pages("v", kv.v, step, kv.v_scale)
             slopes = None if alibi_slopes is None else alibi_slopes.clone()
             packed, packed_lse = step.kernel(packed_q, k, v, slopes, step.masks)
         torch.index_select(packed.view(-1, spec.vo_head_dim), 0, step.out_rows, out=out.view(-1, spec.vo_head_dim))
@@ -197,17 +202,40 @@ class FlexAttentionBackend(AttentionBackend):
             out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
         return lse if spec.return_lse else None
 
-    def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[1, num_kv_heads, num_rows, dim], in a buffer that all layers and steps share."""
-        flat = source.view(-1, source.shape[-1])
-        if source.dtype.itemsize == 1:  # torch has no gather for fp8; the bytes are what matters
-            flat = flat.view(torch.uint8)
+    def _gather_pages(self, name: str, pages: torch.Tensor, step: _Plan, scale: float | torch.Tensor) -> torch.Tensor:
+        """[1, num_kv_heads, num_packed, dim], in q's dtype.
+
+        pages: of one layer; each is packed, and they may lie any number of elements apart.
+        """
+        dim, apart = pages.shape[-1], pages.stride(0)
+        if not pages[0].is_contiguous():
+            raise ContractError(f"a page is not packed: shape {list(pages.shape)} with strides {list(pages.stride())}.")
+        source = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages  # torch has no gather for fp8
+        width = math.gcd(dim, apart)  # the pool as rows of this many elements: a head of a token is one or several
+        last = (pages.shape[0] - 1) * apart + pages[0].numel()
+        flat = source.as_strided((last // width, width), (width, 1))
+        rows = step.kv_rows.get((dim, apart))
+        if rows is None:
+            rows = step.pages * (apart // width) + step.rows_in_page * (dim // width)
+            if width < dim:
+                rows = rows.unsqueeze(-1) + torch.arange(dim // width, device=rows.device)
+            rows = step.kv_rows[dim, apart] = rows.flatten()
+        gathered = self._gather(name, flat, rows, dim).view(pages.dtype)
+        if isinstance(scale, torch.Tensor) and scale.ndim:
+            scale = scale.view(-1, 1, 1)  # heads come before tokens here
+        return dequantize(gathered, scale, self._dtype)
+
+    def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        """[1, num_kv_heads, -1, dim], in a buffer that all layers and steps share.
+
+        source: [any, width]. rows: [n * dim / width].
+        """
+        size = rows.numel() * source.shape[1]
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape[0] < rows.numel():
-            size = max(rows.numel(), 0 if buffer is None else 2 * buffer.shape[0])
-            buffer = self._buffers[name] = flat.new_empty(size, flat.shape[1])
-        gathered = torch.index_select(flat, 0, rows, out=buffer[: rows.numel()]).view(source.dtype)
-        return gathered.view(1, self.spec.num_kv_heads, -1, flat.shape[1])
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = source.new_empty(max(size, 0 if buffer is None else 2 * buffer.numel()))
+        gathered = torch.index_select(source, 0, rows, out=buffer[:size].view(-1, source.shape[1]))
+        return gathered.view(1, self.spec.num_kv_heads, -1, dim)
 
 
 class FlexAttentionCPUBackend(FlexAttentionBackend):
@@ -237,7 +265,7 @@ class FlexAttentionCPUBackend(FlexAttentionBackend):
         return group if max_qo_len == 1 else group * max(32 // group, 1)
 
 
-def _cut(spec: AttentionSpec, host: HostBatch, tokens: int, tree_lens: Ints, tree_starts: Ints) -> tuple[Ints, Ints]:
+def _cut(spec: AttentionSpec, host: StepView, tokens: int, tree_lens: Ints, tree_starts: Ints) -> tuple[Ints, Ints]:
     """The step as tiles of at most `tokens` tokens and blocks of keys: [12, num_tiles] and [3, num_blocks].
 
     Keys are counted in the packed buffer. A tile is: the key of its first token; the first key of its sequence, the

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from anyattn.attention.pages import pages_worth_trying
+from anyattn.attention.pages import holds, page_size_for_every_layout, pages_worth_trying, refusal
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import ContractError
+from anyattn.mem_cache.base import PoolCapabilities
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, TYPICAL_LOAD, Reason, Role
 
@@ -35,7 +36,14 @@ def _verdict(
     reasons = [
         *_device_reasons(platform),
         *([] if assumed else (_for_device(reason, platform) for reason in candidate.missing)),
-        *capabilities.reject_reasons(spec, platform, role, page_size=preference.page_size, layout=preference.layout),
+        *capabilities.reject_reasons(
+            spec,
+            platform,
+            role,
+            page_size=preference.page_size,
+            layout=preference.layout,
+            joined_layers=preference.joined_layers,
+        ),
     ]
     priority = 0.0
     if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
@@ -88,7 +96,7 @@ def _other_backends(
     capabilities = {candidate.name: candidate.capabilities for candidate in candidates.backends}
     pools = [
         candidates.pools[verdict.name]
-        for verdict in judge_pools(spec, platform, candidates)
+        for verdict in judge_pools(spec, platform, candidates, preference)
         if not verdict.reasons and preference.pool in (None, verdict.name)
     ]
     allocators = [
@@ -99,7 +107,9 @@ def _other_backends(
     pages = [
         (size, layout)
         for size, layout in pages_worth_trying(capabilities.values(), candidates.allocators.values(), preference)
-        if any(layout in pool.layouts for pool in pools) and any(size in a.page_sizes for a in allocators)
+        if holds(spec, layout, size)
+        and any(layout in pool.layouts for pool in pools)
+        and any(size in a.page_sizes for a in allocators)
     ]
 
     def agree(*names: str) -> bool:
@@ -136,10 +146,21 @@ def _told(reasons: Iterable[Reason], remedy: str) -> tuple[Reason, ...]:
     return tuple(replace(reason, remedy=remedy) if reason.another else reason for reason in reasons)
 
 
-def judge_pools(spec: AttentionSpec, platform: Platform, candidates: Candidates) -> Iterator[StorageVerdict]:
+def judge_pools(
+    spec: AttentionSpec, platform: Platform, candidates: Candidates, preference: Preference
+) -> Iterator[StorageVerdict]:
     """Every pool, with all reasons against it."""
     reasons = {
-        name: pool.reject_reasons(platform.kind, mla=spec.is_mla, kv_dtype=spec.storage_dtype)
+        name: [
+            *pool.reject_reasons(
+                platform.kind,
+                kind=spec.cache_kind,
+                kv_dtype=spec.storage_dtype,
+                kv_scale_per_head=spec.kv_scale_per_head,
+                joined_layers=preference.joined_layers,
+            ),
+            *_layout_reasons(spec, pool, preference),
+        ]
         for name, pool in sorted(candidates.pools.items())
     }
     remedy = _setting("pool", [name for name in reasons if not reasons[name]])
@@ -147,6 +168,30 @@ def judge_pools(spec: AttentionSpec, platform: Platform, candidates: Candidates)
         yield StorageVerdict(
             what="pool", name=name, priority=candidates.pools[name].priority, reasons=_told(reasons[name], remedy)
         )
+
+
+def _layout_reasons(spec: AttentionSpec, pool: PoolCapabilities, preference: Preference) -> Iterator[Reason]:
+    """That a pool has not the layout asked for, or that its layouts cannot be cut into pages of such layers."""
+    size, asked = preference.page_size, preference.layout
+    wanted = [layout for layout in pool.layouts if asked in (None, layout)]
+    if any(holds(spec, layout, size) for layout in wanted):
+        return
+    resized = [layout for layout in wanted or pool.layouts if size is not None and holds(spec, layout, None)]
+    others = [layout for layout in pool.layouts if holds(spec, layout, size)]
+    remedy = None
+    if resized and (wanted or not others):
+        remedy = f"set page_size={page_size_for_every_layout(size)}"
+        if not wanted:
+            remedy += f" and layout={resized[0]!r}"
+    elif others:
+        remedy = f"set layout={others[0]!r}"
+    yield Reason(
+        field="layout",
+        wanted=asked or ", ".join(pool.layouts),
+        supported="; ".join(refusal(spec, layout, size) for layout in wanted) or ", ".join(pool.layouts),
+        remedy=remedy or "name another pool",
+        another=remedy is None,
+    )
 
 
 def judge_allocators(platform: Platform, candidates: Candidates, preference: Preference) -> Iterator[StorageVerdict]:

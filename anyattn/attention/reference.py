@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.lazy import lazy_import
-from anyattn.types import ANY_INT, DTYPE_BYTES, FP8_DTYPES, KV_LAYOUTS, PHASES, GraphLevel
+from anyattn.types import ALL_LAYOUTS, ANY_INT, DTYPE_BYTES, FP8_DTYPES, PHASES, GraphLevel
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,12 @@ class ReferenceBackend(AttentionBackend):
         packages=("torch>=2.9",),
         dtypes=frozenset(DTYPE_BYTES) - FP8_DTYPES,
         kv_dtypes=frozenset(DTYPE_BYTES),
+        per_head_scales=True,
         any_head_dim_pair=True,
         any_mla_dims=True,
         page_sizes=ANY_INT,
-        layouts=KV_LAYOUTS,
+        layouts=ALL_LAYOUTS,
+        strided_pages=True,
         phases=frozenset(PHASES),
         causal=frozenset({True, False}),
         sliding_window=True,
@@ -63,7 +65,6 @@ class ReferenceBackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         batch: Batch = plan
-        k_pages, v_pages = kv.nhd()
         device = q.device if q.device.type in _FLOAT64_DEVICES else torch.device("cpu")
 
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -73,12 +74,13 @@ class ReferenceBackend(AttentionBackend):
         for i in range(batch.num_seqs):
             rows = slice(int(batch.host.qo_indptr[i]), int(batch.host.qo_indptr[i + 1]))
             pages = batch.kv_indices[int(batch.host.kv_indptr[i]) : int(batch.host.kv_indptr[i + 1])]
+            k, v = kv.gather(pages)
             length = int(batch.host.kv_lens[i])
             out[rows], lses[rows] = reference_attention(
                 self.spec,
                 q[rows].to(device),
-                _stored(k_pages[pages].flatten(0, 1)[:length], kv.k_scale, device),
-                _stored(v_pages[pages].flatten(0, 1)[:length], kv.v_scale, device),
+                _stored(k.flatten(0, 1)[:length], kv.k_scale, device),
+                _stored(v.flatten(0, 1)[:length], kv.v_scale, device),
                 tree_mask=None if batch.tree_masks is None else moved(batch.tree_masks[i]),
                 sinks=moved(sinks),
                 alibi_slopes=moved(alibi_slopes),
@@ -87,8 +89,10 @@ class ReferenceBackend(AttentionBackend):
 
 
 def _stored(values: torch.Tensor, scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Stored keys or values as they are meant, in float64."""
-    return values.to(device).double() * (scale.to(device) if isinstance(scale, torch.Tensor) else scale)
+    """Stored keys or values, [num_tokens, num_kv_heads, dim], as they are meant, in float64."""
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(device).view(-1, 1)  # one for each head, or one for all
+    return values.to(device).double() * scale
 
 
 def visible(
@@ -145,6 +149,8 @@ def _attend(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # What no query sees may be anything, as behind a window, where pages are let go; and 0 * NaN is NaN.
+    k, v = (x.masked_fill(~seen.any(dim=0)[:, None, None], 0.0) for x in (k, v))
     k = k.repeat_interleave(spec.group_size, dim=1)  # head h reads KV head h // group_size
     v = v.repeat_interleave(spec.group_size, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale

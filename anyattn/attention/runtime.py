@@ -27,6 +27,7 @@ else:
 class Plan:
     """One step, planned: made by `AttentionRuntime.plan`, used by `run` for every layer.
 
+    batch: as the full layers' pages serve it; `batch.windows` as those of layers with windows do.
     steps: for each distinct spec of the layers; none for a batch without tokens, which needs no kernel.
     """
 
@@ -39,9 +40,11 @@ class Plan:
 class AttentionRuntime:
     """Made by `anyattn.create_runtime`.
 
-    layer_specs: one for each layer; all of them fit one KV cache.
+    layer_specs: one for each layer; all of them have the same KV heads.
     selections: what was chosen for each distinct spec.
-    pool: where the KV bytes are. table: which pages each sequence owns.
+    pools: where the KV bytes are; the first is that of the layers that keep all of a sequence's pages, the others
+        those of `table.windows`. places: for each layer its pool's number and its own number there.
+    table: which pages each sequence owns.
     """
 
     def __init__(
@@ -49,17 +52,20 @@ class AttentionRuntime:
         layer_specs: Sequence[AttentionSpec],
         selections: Mapping[AttentionSpec, Selection],
         backends: Mapping[AttentionSpec, HybridBackend],
-        pool: KVPool,
+        pools: Sequence[KVPool],
         table: PageTable,
+        places: Sequence[tuple[int, int]],
     ) -> None:
         self.layer_specs = tuple(layer_specs)
         self.selections = tuple(selections.values())
-        self.pool = pool
+        self.pools = tuple(pools)
+        self.places = tuple(places)
         self.table = table
         self.device = torch.device(self.selection.platform.torch_device)
         self._backends = tuple(backends[spec] for spec in selections)
         groups = {spec: group for group, spec in enumerate(selections)}
         self._group = [groups[spec] for spec in self.layer_specs]
+        self._pool_of_group = [self.places[self.layer_specs.index(spec)][0] for spec in selections]
         self._up_projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dtype: torch.dtype = getattr(torch, self.layer_specs[0].dtype)
 
@@ -81,6 +87,8 @@ class AttentionRuntime:
     ) -> Batch:
         """Reserves slots for new tokens, which may be none, and builds the step's metadata. Decode extends by one.
 
+        A partial last page that other sequences share is copied first.
+
         tree_masks: for each sequence None or [num_new, num_new], bool: row i sees new token j; needs
             `spec.tree_mask`.
 
@@ -92,20 +100,28 @@ class AttentionRuntime:
             if not all(spec.tree_mask for spec in self.layer_specs):
                 raise ContractError("tree_masks need a runtime whose spec has tree_mask=True.")
             checked = checked_tree_masks(tree_masks, num_new_tokens, self.device)
-        return Batch.from_view(self.table.extend(seqs, num_new_tokens), self.device, checked)
+        view = self.table.extend(seqs, num_new_tokens)
+        for copy in view.copies:
+            self.pools[copy.pool].copy_pages(copy.sources, copy.targets)
+        return Batch.from_view(view, view.tensors(), checked)
 
     def plan(self, batch: Batch) -> Plan:
         """The step's host work, once for all layers.
 
-        Raises ContractError when a sequence of the batch has been freed, or it is another runtime's.
+        Raises ContractError when a sequence of the batch has been freed or truncated, or it is another runtime's.
         """
         if not isinstance(batch, Batch) or batch.host.table is not self.table:
             raise ContractError("plan takes what this runtime's extend returned, not a batch of another runtime.")
-        self.table.require_alive(batch.host.seqs)
+        self.table.require_whole(batch.host)
         return Plan(
             runtime=self,
             batch=batch,
-            steps=tuple(backend.plan(batch) for backend in self._backends) if batch.num_tokens else (),
+            steps=tuple(
+                backend.plan(batch.of_pool(pool))
+                for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
+            )
+            if batch.num_tokens
+            else (),
             num_frees=self.table.num_frees,
         )
 
@@ -125,7 +141,8 @@ class AttentionRuntime:
 
         q: [num_tokens, num_qo_heads, head_dim]; with `bind_mla`, [num_tokens, num_qo_heads, qk_nope + qk_rope].
         k: [num_tokens, num_kv_heads, head_dim]; for MLA [num_tokens, kv_lora_rank + qk_rope_head_dim].
-        v: [num_tokens, num_kv_heads, v_head_dim]; for MLA None.
+        v: [num_tokens, num_kv_heads, v_head_dim]; for MLA None, or the rope part [num_tokens, qk_rope_head_dim] beside
+            a k that is the latent part alone, [num_tokens, kv_lora_rank].
         sinks, alibi_slopes: [num_qo_heads], when and only when the spec asks for them.
         out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous; a new tensor otherwise.
 
@@ -133,7 +150,7 @@ class AttentionRuntime:
         [num_tokens, num_qo_heads], float32, natural log.
 
         Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
-        sequence of the plan has been freed.
+        sequence of the plan has been freed or truncated.
         """
         if torch.is_autocast_enabled(self.device.type):  # it would lower the precision that the spec asks for
             with torch.autocast(self.device.type, enabled=False):
@@ -153,7 +170,9 @@ class AttentionRuntime:
         if plan.batch.num_tokens == 0:
             attended = q.new_empty(v_shape) if out is None else out
             return (attended, q.new_empty(shape[:2], dtype=torch.float32)) if spec.return_lse else attended
-        self.pool.store(layer, k, v, plan.batch.out_slots)
+        number, place = self.places[layer]
+        pool = self.pools[number]
+        pool.store(place, k, v, plan.batch.of_pool(number).out_slots)
         if bound is not None:
             q = _absorb(q, bound[0])
         step = plan.steps[self._group[layer]]
@@ -161,7 +180,7 @@ class AttentionRuntime:
             q = q.contiguous()
         attended = out if out is not None and bound is None else q.new_empty(shape)
         lse = step.backend.run(
-            q, self.pool.layers[layer], step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes
+            q, pool.layers[place], step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes
         )
         if spec.return_lse and (lse is None or lse.shape != shape[:2]):
             raise ContractError(f"{type(step.backend).__name__} gave no LSE of {list(shape[:2])}.")
@@ -192,6 +211,23 @@ class AttentionRuntime:
         _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
         self._up_projections[layer] = (w_uk.detach(), w_uv.detach())
 
+    def fork(self, seq: int, count: int = 1) -> list[int]:
+        """New sequences that begin as `seq` is now, and share its pages; a partial last page is copied when written."""
+        return self.table.fork(seq, count)
+
+    def truncate(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Shortens sequences, as after rejected speculation; see `PageTable.truncate`."""
+        self.table.truncate(seqs, lengths)
+
+    def set_scales(self, layer: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> None:
+        """Sets one layer's fp8 scales before anything of it is stored; see `KVPool.set_scales`."""
+        self._check_layer(layer)
+        per_head = any(isinstance(scale, torch.Tensor) and scale.numel() > 1 for scale in (k_scale, v_scale))
+        if per_head and not self.layer_specs[layer].kv_scale_per_head:
+            raise ContractError("scales for each KV head need a runtime whose spec has kv_scale_per_head=True.")
+        number, place = self.places[layer]
+        self.pools[number].set_scales(place, k_scale, v_scale)
+
     def free(self, seqs: Sequence[int]) -> None:
         """Ends sequences and gives their pages back; their handles and the plans that hold them are then refused."""
         self.table.free(seqs)
@@ -211,7 +247,7 @@ class AttentionRuntime:
         if plan.runtime is not self:
             raise ContractError("the plan is another runtime's: plan the batch with this one.")
         if plan.num_frees != self.table.num_frees:
-            self.table.require_alive(plan.batch.host.seqs)
+            self.table.require_whole(plan.batch.host)
 
     def _check_inputs(
         self,
@@ -228,9 +264,14 @@ class AttentionRuntime:
             q_dim = (spec.qk_nope_head_dim or 0) + (spec.qk_rope_head_dim or 0)
         _check_tensor("q", q, (tokens, spec.num_qo_heads, q_dim), self._dtype, self.device)
         if spec.is_mla:
-            _check_tensor("k", k, (tokens, spec.head_dim), self._dtype, self.device)
+            rope = (tokens, spec.head_dim - spec.vo_head_dim)
+            if v is not None and (not isinstance(v, torch.Tensor) or v.shape != rope):
+                raise ContractError(
+                    f"v must be None for MLA, as the values are the latent part of k, or k's rope part {list(rope)}."
+                )
+            _check_tensor("k", k, (tokens, spec.head_dim if v is None else spec.vo_head_dim), self._dtype, self.device)
             if v is not None:
-                raise ContractError("v must be None for MLA: the values are the latent part of k.")
+                _check_tensor("v", v, rope, self._dtype, self.device)
         else:
             _check_tensor("k", k, (tokens, spec.num_kv_heads, spec.head_dim), self._dtype, self.device)
             _check_tensor("v", v, (tokens, spec.num_kv_heads, spec.vo_head_dim), self._dtype, self.device)

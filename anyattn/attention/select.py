@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.judge import judge, judge_allocators, judge_pools
 from anyattn.attention.load_table import LoadTable
-from anyattn.attention.pages import USUAL_PAGE_SIZES, pages_worth_trying
+from anyattn.attention.pages import USUAL_PAGE_SIZES, holds, page_sizes_of, pages_worth_trying
 from anyattn.attention.selection import Candidates, Preference, Selection, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec, layer_kinds
 from anyattn.errors import ContractError, NoBackendError
 from anyattn.platforms.base import Platform
-from anyattn.types import ROLES, KVLayout, Load, Role
+from anyattn.types import ANY_INT, ROLES, KVLayout, Load, Role
 
 
 def select(
@@ -50,7 +50,11 @@ def select_layers(
     preference = preference or Preference()
     specs = list(layer_kinds(layer_specs))
     contests = [_Contest.of(spec, platform, candidates, preference) for spec in specs]
-    storage = [*judge_pools(specs[0], platform, candidates), *judge_allocators(platform, candidates, preference)]
+    stored = next((spec for spec in specs if spec.kv_scale_per_head), specs[0])  # all else that pools judge is common
+    storage = [
+        *judge_pools(stored, platform, candidates, preference),
+        *judge_allocators(platform, candidates, preference),
+    ]
     pools = _named_or_best("pool", preference.pool, storage)
     allocators = _named_or_best("allocator", preference.allocator, storage)
     best = None
@@ -59,7 +63,7 @@ def select_layers(
         pool = next((name for name in pools if layout in candidates.pools[name].layouts), None)
         allocator = next((n for n in allocators if page_size in candidates.allocators[n].page_sizes), None)
         pairs = [contest.pair(page_size, layout) for contest in contests]
-        if pool is None or allocator is None or not all(pairs):
+        if pool is None or allocator is None or not all(pairs) or not holds(stored, layout, page_size):
             continue
         priority = candidates.pools[pool].priority + candidates.allocators[allocator].priority
         found = _Agreement(page_size, layout, pool, allocator, priority, tuple(pair for pair in pairs if pair))
@@ -274,6 +278,13 @@ def _disagreement(
             )
     sizes = ", ".join(f"{name} (page size {candidates.allocators[name].page_sizes})" for name in allocators)
     layouts = ", ".join(f"{name} (layout {', '.join(candidates.pools[name].layouts)})" for name in pools)
+    spec = contests[0].spec
+    cut = {
+        layout: page_sizes_of(spec, layout)
+        for layout in sorted({layout for name in pools for layout in candidates.pools[name].layouts})
+    }
+    if bounds := [f"{layout} (page size {sizes or 'none'})" for layout, sizes in cut.items() if sizes != ANY_INT]:
+        lines.append(f"  layouts of such layers: {', '.join(bounds)}")
     return "\n".join(
         [
             f"No prefill and decode backend on {platform} agree on page size and layout with each other, a pool and an "

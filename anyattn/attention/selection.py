@@ -42,6 +42,7 @@ class Preference:
     """What the user asked for by name or number; None leaves it to selection. Asked for and invalid is an error.
 
     decode_backends: one name, or several that `plan` picks from by load; empty leaves it to selection.
+    joined_layers: whether one storage holds all layers' parts of a page together.
     installed_only: on a simulated device, count only packages that are installed here. On a device that is here
         nothing else ever counts.
     """
@@ -52,6 +53,7 @@ class Preference:
     pool: str | None = None
     page_size: int | None = None
     layout: KVLayout | None = None
+    joined_layers: bool = False
     installed_only: bool = False
 
     def backends(self, role: Role) -> tuple[str, ...]:
@@ -128,6 +130,8 @@ class Selection:
                     regions = "; ".join(self.decode_by_load.regions(other))
                     lines.append(f"loads     {other} serves {regions}")
         paging = f"page size {self.page_size}, layout {self.layout}, allocator {self.allocator}, pool {self.pool}"
+        if self.preference.joined_layers:
+            paging += ", joined layers"
         return [*lines, f"paging    {paging}"]
 
     def explain(self) -> str:
@@ -202,6 +206,8 @@ class Selection:
             "allocator": self.allocator,
             "pool": self.pool,
         }
+        if self.preference.joined_layers:
+            choice["joined_layers"] = True
         if self.decode_by_load is not None:
             choice["decode_by_load"] = {
                 name: list(self.decode_by_load.regions(name)) for name in self.backends("decode")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyattn.errors import SpecError
-from anyattn.mem_cache.spec import CacheSpec
+from anyattn.mem_cache.spec import CacheKind, CacheSpec
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, GraphLevel, KVLayout, dtype_name
 
 _KV_DTYPES = ("auto", *DTYPE_BYTES)
@@ -30,6 +30,8 @@ class AttentionSpec:
         value head after the up-projection, wanted for `bind_mla` only.
     dtype: of q, k, v and the output; a name or a torch dtype.
     kv_dtype: of the cache; "auto" is `dtype`.
+    kv_scale_per_head: fp8 keys and values may have a scale for each KV head, float32 tensors [num_kv_heads], where
+        otherwise one scale serves all heads of a layer. Not for MLA.
     sm_scale: what scores are multiplied with; None is 1/sqrt(head_dim).
     causal: position p sees [0, p], aligned bottom-right; otherwise every token of the sequence.
     sliding_window: W sees (p - W, p], the token itself counted.
@@ -49,6 +51,7 @@ class AttentionSpec:
     v_head_dim: int | None = None
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"
+    kv_scale_per_head: bool = False
     sm_scale: float | None = None
     causal: bool = True
     sliding_window: int | None = None
@@ -152,7 +155,7 @@ class AttentionSpec:
             if not _SMALLEST < number < _LARGEST or isinstance(value, str):
                 raise SpecError(f"{name} must be a number from {_SMALLEST} to {_LARGEST}, or None: {value!r} given.")
             object.__setattr__(self, name, number)
-        for name in ("causal", "sinks", "alibi", "tree_mask", "return_lse", "deterministic"):
+        for name in ("kv_scale_per_head", "causal", "sinks", "alibi", "tree_mask", "return_lse", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} must be True or False, not {getattr(self, name)!r}.")
 
@@ -172,6 +175,11 @@ class AttentionSpec:
             raise SpecError(f"kv_dtype must be one of {', '.join(_KV_DTYPES)}, not {self.kv_dtype!r}.")
         if self.kv_dtype == self.dtype:  # one name for one thing, so that equal specs compare equal
             object.__setattr__(self, "kv_dtype", "auto")
+        if self.kv_scale_per_head and self.kv_dtype not in FP8_DTYPES:
+            raise SpecError(
+                f"kv_scale_per_head needs a kv_dtype of {' or '.join(sorted(FP8_DTYPES))}, not {self.kv_dtype!r}: only "
+                "fp8 has scales."
+            )
 
     def _check_masks(self) -> None:
         if self.sliding_window is not None and not self.causal:
@@ -192,6 +200,8 @@ class AttentionSpec:
                 f"head_dim must be kv_lora_rank + qk_rope_head_dim = {kv_lora_rank + self.qk_rope_head_dim} for MLA, "
                 f"not {self.head_dim}."
             )
+        if self.kv_scale_per_head:
+            raise SpecError("kv_scale_per_head is not for MLA, which keeps one latent for all heads.")
         if (self.qk_nope_head_dim is None) != (self.v_head_dim is None):
             raise SpecError("qk_nope_head_dim and v_head_dim must be given together: bind_mla needs both.")
 
@@ -224,8 +234,15 @@ class AttentionSpec:
         """A copy with these fields changed."""
         return dataclasses.replace(self, **fields)
 
-    def cache_spec(self, *, num_layers: int, page_size: int, layout: KVLayout) -> CacheSpec:
-        """The KV cache that `num_layers` such layers need."""
+    @property
+    def cache_kind(self) -> CacheKind:
+        """What the layers keep, as `CacheSpec` calls it."""
+        return "mla" if self.is_mla else "mha"
+
+    def cache_spec(
+        self, *, num_layers: int, page_size: int, layout: KVLayout, joined_layers: bool = False
+    ) -> CacheSpec:
+        """The KV cache that `num_layers` such layers need. Raises SpecError where the layout cannot hold it."""
         return CacheSpec(
             num_layers=num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -234,7 +251,8 @@ class AttentionSpec:
             kv_dtype=self.storage_dtype,
             page_size=page_size,
             layout=layout,
-            mla=self.is_mla,
+            kind=self.cache_kind,
+            joined_layers=joined_layers,
         )
 
     def to_json(self) -> dict[str, Any]:

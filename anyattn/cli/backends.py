@@ -16,7 +16,9 @@ from anyattn.attention.spec import AttentionSpec, layer_kinds, stretches
 from anyattn.cli.output import Answered, section, show, show_json
 from anyattn.dry_run import Survey, survey
 from anyattn.plugins.isolation import stdout_on_stderr
-from anyattn.types import KV_LAYOUTS, ROLES, GraphLevel, KVLayout, Reason, Role
+from anyattn.types import ALL_LAYOUTS, ROLES, GraphLevel, KVLayout, Reason, Role
+
+_LAYOUTS = ", ".join(ALL_LAYOUTS)
 
 
 def backends(
@@ -40,7 +42,10 @@ def backends(
     ] = None,
     allocator: Annotated[str | None, typer.Option(help="KV allocator. [default: the best valid one]")] = None,
     pool: Annotated[str | None, typer.Option(help="KV pool. [default: the best valid one]")] = None,
-    layout: Annotated[str | None, typer.Option(help="Of a page, NHD or HND. [default: negotiated]")] = None,
+    layout: Annotated[str | None, typer.Option(help=f"Of a page: {_LAYOUTS}. [default: negotiated]")] = None,
+    joined_layers: Annotated[
+        bool, typer.Option("--joined-layers", help="All layers' parts of a page lie together.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Of queries, keys, values. [default: the model's]")] = None,
     graph: Annotated[str, typer.Option(help="Replayable batches: never, decode, uniform or always.")] = "never",
     tree_mask: Annotated[bool, typer.Option("--tree-mask", help="Verification of token trees.")] = False,
@@ -97,6 +102,7 @@ def backends(
             pool=pool,
             page_size=page_size,
             layout=_layout(layout),
+            joined_layers=joined_layers,
             installed_only=installed_only,
         )
     if as_json:
@@ -123,9 +129,9 @@ def _graph_level(name: str) -> GraphLevel:
 
 
 def _layout(name: str | None) -> KVLayout | None:
-    found = next((layout for layout in KV_LAYOUTS if name is not None and layout == name.upper()), None)
+    found = next((layout for layout in ALL_LAYOUTS if name is not None and layout == name.upper()), None)
     if name is not None and found is None:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(KV_LAYOUTS)}.", param_hint="--layout")
+        raise typer.BadParameter(f"{name!r} is not one of {_LAYOUTS}.", param_hint="--layout")
     return found
 
 

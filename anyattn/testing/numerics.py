@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from anyattn.attention.spec import AttentionSpec
 from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.mem_cache.pool import MHAPool, MLAPool, quantize
+from anyattn.mem_cache.windows import WindowPages
 from anyattn.platforms.base import Platform
 from anyattn.testing.cases import Case
 from anyattn.types import FP8_DTYPES
@@ -39,17 +41,20 @@ class Result:
 class ShuffledAllocator(PagedAllocator):
     """Hands out pages in random order, so that no kernel gets away with assuming consecutive ones."""
 
-    def __init__(self, num_pages: int, page_size: int, *, seed: int = 0) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(
+        self, num_pages: int, page_size: int, device: Any = None, *, debug: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__(num_pages, page_size, device, debug=debug)
         self._free = np.random.default_rng(seed).permutation(self._free)
 
 
 def build_runtime(backend: type[AttentionBackend], case: Case, platform: Platform, seed: int) -> AttentionRuntime:
-    """A runtime of one layer around one backend, its pool full of NaN and its pages in random order.
+    """A runtime of one layer around one backend, its pools full of NaN and its pages in random order.
 
     A role whose phases the backend does not declare is filled by the reference.
     """
-    pool_class = MLAPool if case.spec.is_mla else MHAPool
+    spec, page_size = case.spec, case.page_size
+    pool_class = MLAPool if spec.is_mla else MHAPool
     classes: dict[str, type[AttentionBackend]] = {"tested": backend, "reference": ReferenceBackend}
     candidates = Candidates(
         backends=[
@@ -63,31 +68,50 @@ def build_runtime(backend: type[AttentionBackend], case: Case, platform: Platfor
     preference = Preference(
         prefill_backend="tested" if phases & {"prefill", "mixed", "verify"} else "reference",
         decode_backends=("tested" if "decode" in phases else "reference",),
-        page_size=case.page_size,
+        page_size=page_size,
         layout=case.layout,
+        joined_layers=case.joined_layers,
     )
-    choice = select(case.spec, platform, candidates, preference)
-    cache = case.spec.cache_spec(num_layers=1, page_size=case.page_size, layout=case.layout)
+    choice = select(spec, platform, candidates, preference)
+    layer, num_layers = (1, 3) if case.joined_layers else (0, 1)
+    cache = spec.cache_spec(
+        num_layers=num_layers, page_size=page_size, layout=case.layout, joined_layers=case.joined_layers
+    )
     longest = [sum(step[i] for step in case.steps) for i in range(len(case.steps[0]))]
-    num_pages = sum(-(-tokens // case.page_size) for tokens in longest) + 3
-    pool = pool_class(cache, num_pages, platform.torch_device)
-    pool.layers[0].k.fill_(float("nan"))
-    pool.layers[0].v.fill_(float("nan"))
-    instances = {name: classes[name](case.spec, cache, platform) for name in {choice.prefill, choice.decode}}
-    table = PageTable(ShuffledAllocator(num_pages, case.page_size, seed=seed), case.page_size, debug=True)
+    num_pages = sum(-(-tokens // page_size) for tokens in longest) + 3
+    windows = []
+    if spec.sliding_window is not None and case.window_pages:
+        pages = ShuffledAllocator(num_pages, page_size, debug=True, seed=seed + 1)
+        windows = [WindowPages(spec.sliding_window, pages, num_pages=num_pages, page_size=page_size)]
+    pools = [pool_class(cache, num_pages, platform.torch_device) for _ in range(1 + len(windows))]
+    for kv in (kv for pool in pools for kv in pool.layers):
+        kv.k.fill_(float("nan"))
+        kv.v.fill_(float("nan"))
+    instances = {name: classes[name](spec, cache, platform) for name in {choice.prefill, choice.decode}}
+    table = PageTable(
+        ShuffledAllocator(num_pages, page_size, debug=True, seed=seed),
+        page_size,
+        device=platform.torch_device,
+        windows=windows,
+        debug=True,
+    )
     return AttentionRuntime(
-        [case.spec],
-        {case.spec: choice},
-        {case.spec: HybridBackend(choice, instances)},
-        pool,
+        [spec],
+        {spec: choice},
+        {spec: HybridBackend(choice, instances)},
+        pools,
         table,
+        [(len(windows), layer)],
     )
 
 
 class _Oracle:
     """Every sequence's keys and values, kept apart from the runtime's pool, as the pool's dtype would hold them."""
 
-    def __init__(self, spec: AttentionSpec, num_seqs: int, k_scale: float, v_scale: float) -> None:
+    def __init__(
+        self, spec: AttentionSpec, num_seqs: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
+    ) -> None:
+        """k_scale, v_scale: as `_set_scales` returns them."""
         self.spec = spec
         self._scales = (k_scale, v_scale)
         self._stored: torch.dtype = getattr(torch, spec.storage_dtype)
@@ -163,17 +187,25 @@ def check_case(backend: type[AttentionBackend], case: Case, platform: Platform, 
     return max(results, key=lambda result: (result.failure is not None, result.error / result.allowed))
 
 
-def _set_scales(rt: AttentionRuntime, case: Case) -> tuple[float, float]:
-    """Gives an fp8 pool scales other than 1. Returns k's and v's as the pool will use them."""
-    if case.spec.storage_dtype not in FP8_DTYPES:
+def _set_scales(rt: AttentionRuntime, case: Case) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Gives an fp8 pool scales other than 1.
+
+    Returns k's and v's as the pool will use them: float32, [1, 1] or [num_kv_heads, 1], on the CPU; 1.0 where there
+    are none.
+    """
+    spec = case.spec
+    if spec.storage_dtype not in FP8_DTYPES:
         return 1.0, 1.0
-    k_scale = torch.tensor(0.05, device=rt.device)
-    v_scale = k_scale if case.spec.is_mla else torch.tensor(0.07, device=rt.device)
+    k_scale, v_scale = torch.tensor([0.05]), torch.tensor([0.05 if spec.is_mla else 0.07])
+    if spec.kv_scale_per_head:  # so far apart that another head's scale is out of every tolerance
+        factors = 2.0 ** (torch.arange(spec.num_kv_heads) % 4)
+        k_scale, v_scale = k_scale * factors, v_scale * factors.flip(0)
     if case.scale_as_tensor:
-        rt.pool.set_scales(0, k_scale, v_scale)
+        k_given = k_scale.to(rt.device)
+        rt.set_scales(0, k_given, k_given if spec.is_mla else v_scale.to(rt.device))
     else:
-        rt.pool.set_scales(0, float(k_scale), float(v_scale))
-    return float(k_scale), float(v_scale)
+        rt.set_scales(0, float(k_scale), float(v_scale))
+    return k_scale[:, None], v_scale[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

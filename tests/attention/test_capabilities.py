@@ -28,6 +28,7 @@ ASKED = {
     "v_head_dim": ({"v_head_dim": 128}, {}),
     "dtype": ({"dtype": "float16"}, {}),
     "kv_dtype": ({"kv_dtype": "float8_e4m3fn"}, {}),
+    "kv_scale_per_head": ({"kv_dtype": "float8_e4m3fn", "kv_scale_per_head": True}, {}),
     "sm_scale": None,  # every backend takes any scale
     "causal": ({"causal": False}, {}),
     "sliding_window": ({"sliding_window": 128}, {}),
@@ -79,6 +80,21 @@ def test_all_reasons_are_given_at_once():
     assert set(reasons(spec, capabilities=capabilities, page_size=3, layout="HND")) == {
         "device_kind", "features", "dtype", "head_dim", "sliding_window", "sinks", "return_lse", "page_size", "layout"
     }  # fmt: skip
+
+
+def test_scales_for_each_head_are_refused_where_only_one_for_all_is_declared():
+    spec = SPEC.replace(kv_dtype="float8_e5m2", kv_scale_per_head=True)
+    served = dataclasses.replace(BARE, kv_dtypes=frozenset({"float8_e5m2"}))
+    assert {f: r.remedy for f, r in reasons(spec, capabilities=served).items()} == {
+        "kv_scale_per_head": "set kv_scale_per_head=False"
+    }
+    assert reasons(spec, capabilities=dataclasses.replace(served, per_head_scales=True)) == {}
+    assert reasons(spec)["kv_dtype"].remedy == "set kv_dtype='auto' and kv_scale_per_head=False"
+
+
+def test_pages_of_joined_layers_are_refused_unless_strided_pages_are_declared():
+    assert reasons(SPEC, joined_layers=True)["joined_layers"].remedy == "set joined_layers=False"
+    assert reasons(SPEC, capabilities=dataclasses.replace(BARE, strided_pages=True), joined_layers=True) == {}
 
 
 def test_the_architecture_counts_on_a_device_of_the_right_kind():
@@ -198,6 +214,8 @@ def test_int_sets_hold_what_they_say():
         {"preferred_page_size": 48},
         {"sinks": "no"},
         {"deterministic": None},
+        {"per_head_scales": 1},
+        {"strided_pages": None},
         {"priority": True},
         {"programs": "g++"},
     ],

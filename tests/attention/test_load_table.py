@@ -35,7 +35,7 @@ def candidates(*backends):
     return Candidates(
         backends=backends,
         allocators={"paged": AllocatorCapabilities(page_sizes=ANY_INT)},
-        pools={"mha": PoolCapabilities(mla=False, kv_dtypes=frozenset({"bfloat16"}))},
+        pools={"mha": PoolCapabilities(kind="mha", kv_dtypes=frozenset({"bfloat16"}))},
     )
 
 

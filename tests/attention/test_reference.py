@@ -83,3 +83,16 @@ def test_long_batches_of_queries_are_computed_in_blocks_with_the_same_result(mon
     blocks = reference_attention(spec, q, k, v, alibi_slopes=slopes)
     assert torch.allclose(whole[0], blocks[0], atol=1e-14)
     assert torch.allclose(whole[1], blocks[1], atol=1e-14)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4])
+def test_keys_and_values_that_no_query_sees_may_be_nan(num_queries, monkeypatch):
+    monkeypatch.setattr("anyattn.attention.reference._SCORE_ELEMENTS", 1)  # a block for each query, to see the least
+    spec = AttentionSpec(**BASE, sliding_window=3)
+    q, k, v = torch.randn(num_queries, 4, 3), torch.randn(12, 2, 3), torch.randn(12, 2, 3)
+    wanted = reference_attention(spec, q, k, v)
+    unseen = 12 - num_queries + 1 - 3
+    k[:unseen], v[:unseen] = float("nan"), float("inf")
+    out, lse = reference_attention(spec, q, k, v)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])

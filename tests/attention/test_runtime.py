@@ -27,12 +27,13 @@ def inputs(tokens, spec=None, dtype=torch.float32):
 
 
 def bytes_of(rt):
-    return [(kv.k.clone(), kv.v.clone()) for kv in rt.pool.layers]
+    return [(kv.k.clone(), kv.v.clone()) for pool in rt.pools for kv in pool.layers]
 
 
 def unchanged(rt, before):
     return all(
-        torch.equal(kv.k, k) and torch.equal(kv.v, v) for kv, (k, v) in zip(rt.pool.layers, before, strict=True)
+        torch.equal(k, k_before) and torch.equal(v, v_before)
+        for (k, v), (k_before, v_before) in zip(bytes_of(rt), before, strict=True)
     )
 
 

@@ -5,11 +5,13 @@ import random
 
 import pytest
 
-from anyattn import AttentionSpec, Capabilities, NoBackendError, Platform
+from anyattn import AttentionSpec, Capabilities, NoBackendError, Platform, SpecError
+from anyattn.arguments import checked_preference
 from anyattn.attention.judge import judge
 from anyattn.attention.select import select, select_layers
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference
 from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
+from anyattn.settings import Settings
 from anyattn.types import ANY_INT, IntSet, Reason, ints
 
 CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
@@ -31,8 +33,8 @@ def candidates(*backends, page_sizes=ANY_INT, layouts=("NHD", "HND")):
         backends=backends,
         allocators={"paged": AllocatorCapabilities(page_sizes=page_sizes)},
         pools={
-            "mha": PoolCapabilities(mla=False, kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
-            "mla": PoolCapabilities(mla=True, kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
+            "mha": PoolCapabilities(kind="mha", kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
+            "mla": PoolCapabilities(kind="mla", kv_dtypes=frozenset({"bfloat16"}), layouts=layouts),
         },
     )
 
@@ -228,7 +230,7 @@ def test_pools_and_allocators_have_priorities_too_behind_those_of_backends():
         allocators={**some.allocators, "fast": AllocatorCapabilities(page_sizes=ints(64), priority=100)},
         pools={
             **some.pools,
-            "quick": PoolCapabilities(mla=False, kv_dtypes=frozenset({"bfloat16"}), layouts=("HND",), priority=100),
+            "quick": PoolCapabilities(kind="mha", kv_dtypes=frozenset({"bfloat16"}), layouts=("HND",), priority=100),
         },
     )
     found = select(SPEC, CPU, some)
@@ -295,3 +297,126 @@ def test_a_name_that_nobody_offers_tells_of_plugins_that_are_kept_out():
     some = dataclasses.replace(candidates(backend("a")), kept_out=("zoo",))
     with pytest.raises(NoBackendError, match="Plugins that ANYATTN_PLUGINS keeps out: zoo"):
         select(SPEC, CPU, some, Preference(decode_backends=("zoo",)))
+
+
+FP8 = frozenset({"bfloat16", "float8_e4m3fn"})
+
+
+def pool(**declared):
+    return PoolCapabilities(**{"kind": "mha", "kv_dtypes": FP8, **declared})
+
+
+def with_pools(*backends, **pools):
+    return dataclasses.replace(candidates(*backends), pools=pools)
+
+
+def test_joined_layers_go_to_backends_and_pools_that_declare_them():
+    some = with_pools(
+        backend("a", priority=9), backend("b", strided_pages=True), one=pool(priority=9), two=pool(joined_layers=True)
+    )
+    found = select(SPEC, CPU, some)
+    assert (found.decode, found.pool) == ("a", "one")
+    assert "joined" not in found.explain()
+    assert "joined_layers" not in found.choice_json()
+    found = select(SPEC, CPU, some, Preference(joined_layers=True))
+    assert (found.prefill, found.decode, found.pool) == ("b", "b", "two")
+    assert "pool two, joined layers" in found.explain()
+    assert "a: joined_layers: wanted pages of joined layers" in found.explain()
+    assert found.choice_json()["joined_layers"] is True
+
+
+def test_joined_layers_that_nobody_stores_or_reads_are_refused_with_a_way_out():
+    asked = Preference(joined_layers=True)
+    with pytest.raises(NoBackendError, match=r"a: joined_layers: (.|\n)*set joined_layers=False"):
+        select(SPEC, CPU, with_pools(backend("a"), one=pool(joined_layers=True)), asked)
+    with pytest.raises(NoBackendError, match=r"one \(joined_layers: (.|\n)*set joined_layers=False"):
+        select(SPEC, CPU, with_pools(backend("a", strided_pages=True), one=pool()), asked)
+
+
+def test_joined_layers_and_layouts_are_checked_as_they_are_asked_for():
+    settings = Settings()
+    assert checked_preference(settings, joined_layers=True, layout="5D") == Preference(joined_layers=True, layout="5D")
+    with pytest.raises(SpecError, match="joined_layers must be True or False, not 1"):
+        checked_preference(settings, joined_layers=1)
+    with pytest.raises(SpecError, match="layout must be NHD or HND or NZ or 5D, not 'nhd'"):
+        checked_preference(settings, layout="nhd")
+
+
+def test_scales_for_each_head_need_a_backend_and_a_pool_that_declare_them():
+    spec = SPEC.replace(kv_dtype="float8_e4m3fn", kv_scale_per_head=True)
+    kv_dtypes = frozenset({"float8_e4m3fn"})
+    some = with_pools(
+        backend("a", priority=9, kv_dtypes=kv_dtypes),
+        backend("b", kv_dtypes=kv_dtypes, per_head_scales=True),
+        one=pool(priority=9),
+        two=pool(per_head_scales=True),
+        three=pool(kv_dtypes=frozenset({"bfloat16"})),
+    )
+    found = select(spec, CPU, some)
+    assert (found.prefill, found.decode, found.pool) == ("b", "b", "two")
+    assert {v.name: [r.remedy for r in v.reasons] for v in found.storage if v.what == "pool"} == {
+        "one": ["set kv_scale_per_head=False"],
+        "three": ["set kv_dtype='bfloat16' and kv_scale_per_head=False", "set kv_scale_per_head=False"],
+        "two": [],
+    }
+    # One layer among others that asks for them is enough.
+    found = select_layers([spec.replace(kv_scale_per_head=False), spec], CPU, some)
+    assert {selection.pool for selection in found.values()} == {"two"}
+
+
+EVERY_LAYOUT = ("5D", "NZ", "HND", "NHD")
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_sizes", "fields", "page_size"),
+    [
+        ("5D", ANY_INT, {}, 16),
+        ("5D", ints(3, 24), {}, 24),
+        ("5D", IntSet(multiple_of=3), {}, 24),
+        ("5D", IntSet(multiple_of=12, maximum=24), {}, 24),
+        ("5D", IntSet(multiple_of=12, maximum=47), {"dtype": "float32"}, 12),
+        ("5D", IntSet(minimum=7, multiple_of=7), {"kv_dtype": "float8_e4m3fn"}, 112),
+        ("NZ", ints(3), {}, 3),
+        ("NZ", ANY_INT, {"head_dim": 80}, 16),
+    ],
+)
+def test_the_page_size_fits_what_a_layout_cuts_pages_into(layout, page_sizes, fields, page_size):
+    dtypes = frozenset({"bfloat16", "float32"})
+    one = backend("a", layouts=(layout,), page_sizes=page_sizes, dtypes=dtypes, kv_dtypes=FP8)
+    some = with_pools(one, one=pool(layouts=EVERY_LAYOUT, kv_dtypes=FP8 | dtypes))
+    found = select(SPEC.replace(**fields), CPU, some)
+    assert (found.layout, found.page_size) == (layout, page_size)
+    cache = found.spec.cache_spec(num_layers=1, page_size=found.page_size, layout=found.layout)
+    assert cache.layout == layout
+
+
+def test_a_layout_that_cannot_hold_the_layers_gives_way_to_one_that_can():
+    some = with_pools(backend("a", layouts=EVERY_LAYOUT), one=pool(layouts=EVERY_LAYOUT))
+    assert select(SPEC, CPU, some).layout == "5D"
+    assert select(SPEC.replace(head_dim=72, v_head_dim=None), CPU, some, Preference(page_size=8)).layout == "5D"
+    assert select(SPEC.replace(head_dim=72), CPU, some, Preference(page_size=3)).layout == "HND"
+    assert select(SPEC, CPU, some, Preference(page_size=3)).layout == "NZ"
+
+
+@pytest.mark.parametrize(
+    ("preference", "fields", "layouts", "message"),
+    [
+        (Preference(layout="NZ"), {"head_dim": 72}, EVERY_LAYOUT, "72 is not(.|\n)*set layout='5D'"),
+        (Preference(layout="NZ"), {"head_dim": 72}, ("NZ",), "72 is not(.|\n)*nothing that is installed"),
+        (Preference(layout="5D", page_size=3), {}, EVERY_LAYOUT, "3 is not(.|\n)*set page_size=16"),
+        (Preference(page_size=17), {}, ("5D",), "17 is not(.|\n)*set page_size=32"),
+        (Preference(layout="NHD"), {}, ("NZ", "5D"), "wanted NHD, supported NZ, 5D; set layout='NZ'"),
+        (Preference(layout="NHD", page_size=3), {}, ("5D",), "supported 5D; set page_size=16 and layout='5D'"),
+    ],
+    ids=str,
+)
+def test_a_pool_says_why_it_cannot_hold_such_pages_before_it_is_made(preference, fields, layouts, message):
+    some = with_pools(backend("a", layouts=EVERY_LAYOUT), one=pool(layouts=layouts))
+    with pytest.raises(NoBackendError, match=f"No KV pool is valid here. There are: one (.|\n)*{message}"):
+        select(SPEC.replace(**fields), CPU, some, preference)
+
+
+def test_pages_that_no_layout_in_common_can_be_cut_into_are_told_with_the_sizes_that_can():
+    some = with_pools(backend("a", layouts=("5D",), page_sizes=ints(3, 5)), one=pool(layouts=("5D", "NHD")))
+    with pytest.raises(NoBackendError, match=r"layouts of such layers: 5D \(page size any, in multiples of 8\)"):
+        select(SPEC, CPU, some)

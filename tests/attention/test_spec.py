@@ -60,6 +60,9 @@ def test_mla_is_one_kv_head_of_rank_plus_rope_whose_values_are_the_latents():
         ({"graph": "sometimes"}, "graph must be one of never"),
         ({"qk_rope_head_dim": 64}, "belong to MLA"),
         ({"kv_lora_rank": 512}, "MLA has one KV head"),
+        ({"kv_scale_per_head": True}, "kv_scale_per_head needs a kv_dtype of float8_e4m3fn or float8_e5m2"),
+        ({"kv_scale_per_head": True, "kv_dtype": "float16"}, "kv_scale_per_head needs a kv_dtype"),
+        ({"kv_scale_per_head": 1, "kv_dtype": "float8_e5m2"}, "kv_scale_per_head must be True or False"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(fields, message):
@@ -74,6 +77,7 @@ def test_a_spec_that_contradicts_itself_is_refused(fields, message):
         ({"qk_nope_head_dim": 128}, "must be given together"),
         ({"v_head_dim": 128}, "must be given together"),
         ({"num_kv_heads": 2, "num_qo_heads": 16}, "MLA has one KV head"),
+        ({"kv_dtype": "float8_e4m3fn", "kv_scale_per_head": True}, "not for MLA"),
     ],
 )
 def test_an_mla_spec_that_contradicts_itself_is_refused(fields, message):
@@ -86,3 +90,18 @@ def test_a_spec_prints_what_is_not_default_and_goes_to_json():
     assert str(spec) == "8/2 heads of 64, bfloat16, sliding_window=128, graph=decode"
     assert spec.to_json()["graph"] == "decode"
     assert AttentionSpec(**GQA, graph="decode") == AttentionSpec(**GQA, graph=GraphLevel.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"), [(AttentionSpec(**GQA, v_head_dim=32), "mha"), (AttentionSpec.mla(**MLA), "mla")], ids=str
+)
+def test_the_cache_of_layers_is_described_as_the_pools_take_it(spec, kind):
+    cache = spec.cache_spec(num_layers=3, page_size=16, layout="HND")
+    assert (cache.kind, cache.layout, cache.page_size, cache.num_layers) == (kind, "HND", 16, 3)
+    assert (cache.head_dim, cache.v_head_dim, cache.joined_layers) == (spec.head_dim, spec.vo_head_dim, False)
+    assert spec.cache_spec(num_layers=3, page_size=16, layout="HND", joined_layers=True).joined_layers
+
+
+def test_a_layout_whose_pieces_do_not_fit_the_layers_is_refused():
+    with pytest.raises(SpecError, match="layout NZ"):
+        AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=72).cache_spec(num_layers=1, page_size=16, layout="NZ")

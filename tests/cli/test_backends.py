@@ -9,7 +9,7 @@ import pytest
 
 from anyattn import Platform
 from anyattn.attention.reference import ReferenceBackend
-from anyattn.types import STATUSES
+from anyattn.types import STATUSES, VENDOR_LAYOUTS
 
 KEYS = {"device", "model", "choice", "choices", "error", "backends", "problems"}
 BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "roles", "reasons"}
@@ -94,6 +94,32 @@ def test_the_page_size_layout_and_backend_asked_for_are_chosen(anyattn):
     ended = anyattn("backends", "--json", "--page-size", "3", "--layout", "hnd", "--backend", "reference")
     choice = document(ended)["choice"]
     assert (choice["page_size"], choice["layout"], choice["decode"]) == (3, "HND", "reference")
+
+
+@pytest.mark.parametrize("layout", ["nhd", "HND", "nz", "5d"])
+def test_every_layout_can_be_asked_for_and_a_backend_that_has_it_is_chosen(anyattn, layout):
+    parsed = document(anyattn("backends", "--json", "--layout", layout))
+    assert parsed["choice"]["layout"] == layout.upper()
+    refused = {b["name"] for b in parsed["backends"] if any(r["field"] == "layout" for r in b["reasons"])}
+    assert parsed["choice"]["decode"] not in refused
+    assert ("torch_native" in refused) == (layout.upper() in VENDOR_LAYOUTS)
+
+
+def test_a_layout_that_does_not_exist_is_refused_with_those_that_do(anyattn):
+    ended = anyattn("backends", "--layout", "DHN")
+    assert ended.code == 2
+    assert "'DHN' is not one of NHD, HND, NZ, 5D." in ended.err
+    assert "Of a page: NHD, HND, NZ, 5D." in " ".join(anyattn("backends", "--help").out.split())
+
+
+def test_joined_layers_are_part_of_the_choice_and_refused_where_pages_must_lie_one_behind_the_other(anyattn):
+    parsed = document(anyattn("backends", "--json", "--joined-layers"))
+    assert parsed["choice"]["joined_layers"] is True
+    assert "pool mha, joined layers" in anyattn("backends", "--joined-layers").out
+    ended = anyattn("backends", "--json", "--joined-layers", "--device", "sim:h100", "--backend", "flashinfer")
+    assert ended.code == 1
+    assert "joined_layers: wanted pages of joined layers" in document(ended)["error"]
+    assert "joined_layers" not in document(anyattn("backends", "--json"))["choice"]
 
 
 def test_the_environment_takes_part_in_the_choice_and_arguments_beat_it(anyattn, monkeypatch):
@@ -246,7 +272,7 @@ def test_on_a_simulated_device_packages_count_as_installed_unless_told_otherwise
     here = document(anyattn(*options, "--installed-only"))
     flashinfer = next(backend for backend in here["backends"] if backend["name"] == "flashinfer")
     assert [reason["field"] for reason in flashinfer["reasons"]] == ["package", "package"]
-    assert here["choice"]["decode"] == "torch_native"
+    assert here["choice"]["decode"] in ("flex_attention", "torch_native")  # the first where Triton is installed
 
 
 def test_a_simulated_device_that_nobody_offers_is_an_error_that_lists_those_there_are(anyattn, monkeypatch):

@@ -20,7 +20,6 @@ FIGURE_KEYS = {
     "num_pages",
     "page_size",
 }
-FRANCE = "What is the capital of France?"
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +57,22 @@ def shell(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_real_model_answers_paris_on_the_selected_backend():
-    rome = "What is the capital of Italy?"
-    ended = shell("--prompt", FRANCE, "--prompt", rome, "--max-new-tokens", "32")
+def test_a_real_model_answers_on_the_selected_backend():
+    """In the dtype that suits the CPU, so with questions that leave no doubt in any.
+
+    Up to the city's name the best token leads by 2.5 logits or more, in float32 as in bfloat16, where leads are 0.2
+    off. Of France and Italy the first token leads by 0.1: in bfloat16 their answers depend on how a CPU rounds.
+    """
+    england, japan = "What is the capital of England?", "What is the capital of Japan?"
+    ended = shell("--prompt", england, "--prompt", japan, "--max-new-tokens", "32")
     assert ended.returncode == 0, ended.stderr
     report, first, second = ended.stdout.split("\n> ")
     assert report.startswith("machine   cpu (")
     assert "decode    torch_native: priority" in report
-    assert first.startswith(FRANCE)
-    assert "Paris" in first
-    assert second.startswith(rome)
-    assert "Rome" in second
+    assert first.startswith(england)
+    assert "London" in first
+    assert second.startswith(japan)
+    assert "Tokyo" in second
     figures = ended.stdout.splitlines()[-1]
     assert re.fullmatch(r"\d+ prompt tokens, \d+ new tokens, [\d.]+ tokens/s, \d+ pages of 16 tokens", figures)
     assert "it/s" not in ended.stderr  # nobody watches, so there is no progress

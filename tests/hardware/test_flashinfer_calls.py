@@ -38,6 +38,7 @@ class Wrapper:
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, sm_scale=options["sm_scale"],
             causal=causal, sliding_window=None if window < 0 else window + 1,
         )  # fmt: skip
+        assert 0 not in indices, "the null page may hold NaN, and kernels mask what is behind a window without skipping"
         self.state = (qo_indptr.tolist(), indptr.tolist(), indices.clone(), lengths)
 
     def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):

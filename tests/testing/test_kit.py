@@ -13,6 +13,7 @@ from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.testing.__main__ import main
 from anyattn.testing.cases import cases_for
 from anyattn.testing.numerics import check_case
+from anyattn.types import ints
 
 CPU = discovery.usable_device("cpu")
 BACKENDS = [ReferenceBackend, TorchNativeBackend]
@@ -158,6 +159,43 @@ class BatchMatesMatter(OnRun):
         out *= 1 + 2**-7 * (len(plan) % 2)
 
 
+class ScalesOfOtherHeads(OnRun):
+    def before(self, q, kv, sinks, slopes):
+        return q, dataclasses.replace(kv, k_scale=kv.k_scale.flip(0), v_scale=kv.v_scale.flip(0)), sinks, slopes
+
+
+class OneScaleForAllHeads(OnRun):
+    def before(self, q, kv, sinks, slopes):
+        return q, dataclasses.replace(kv, v_scale=kv.v_scale[:1]), sinks, slopes
+
+
+def packed(shape):
+    return torch.empty(shape, device="meta").stride()
+
+
+class PagesTakenToLieOneBehindTheOther(OnRun):
+    def before(self, q, kv, sinks, slopes):
+        k, v = (pages.as_strided(pages.shape, packed(pages.shape)) for pages in (kv.k, kv.v))
+        return q, dataclasses.replace(kv, k=k, v=v), sinks, slopes
+
+
+class OneLayoutTakenForAnother(ReferenceBackend):
+    def run(self, q, kv, plan, out, **per_head):
+        return super().run(q, dataclasses.replace(kv, layout="5D"), plan, out, **per_head)
+
+
+class NullPageMultipliedByZero(ReferenceBackend):
+    """Right with every window, but that it multiplies the values behind one by zero, where NaN stays NaN."""
+
+    def run(self, q, kv, plan, out, **per_head):
+        super().run(q, kv, plan, out, **per_head)
+        for i in range(plan.num_seqs):
+            rows = slice(int(plan.host.qo_indptr[i]), int(plan.host.qo_indptr[i + 1]))
+            pages = plan.kv_indices[int(plan.host.kv_indptr[i]) : int(plan.host.kv_indptr[i + 1])]
+            behind = (int(plan.host.kv_lens[i]) - int(plan.host.qo_lens[i])) // plan.page_size
+            out[rows] += 0.0 * kv.gather(pages[:behind])[1].sum()
+
+
 MUTANTS = {
     WindowOneTooLong: "sliding_window=33",
     WindowOneTooShort: "sliding_window=33",
@@ -178,6 +216,11 @@ MUTANTS = {
     HeadsInterleaved: "plain",
     OutputNotWrittenForTheLastToken: "plain",
     BatchMatesMatter: "deterministic=True",
+    ScalesOfOtherHeads: "KV float8_e4m3fn, a scale for each head",
+    OneScaleForAllHeads: "KV float8_e5m2, a scale for each head",
+    PagesTakenToLieOneBehindTheOther: "joined layers, NHD",
+    OneLayoutTakenForAnother: "page size 64, NZ",
+    NullPageMultipliedByZero: "sliding_window=33",
 }
 """Each with the case whose failure names what is wrong."""
 
@@ -190,6 +233,22 @@ def test_a_mutant_is_caught(mutant):
     except Exception as error:
         failure = str(error)
     assert failure
+
+
+def test_pages_that_are_all_kept_would_not_show_who_reads_the_null_page():
+    name = "sliding_window=33, in pages that are all kept"
+    case = next(case for case in cases_for(ReferenceBackend.capabilities) if case.name == name)
+    assert check_case(NullPageMultipliedByZero, case, CPU, 0).failure is None
+
+
+def test_cases_are_only_those_whose_pages_can_be_made():
+    pieces = dataclasses.replace(ReferenceBackend.capabilities, layouts=("5D", "NZ"), page_sizes=ints(1, 3, 16))
+    found = {case.name: case for case in cases_for(pieces)}
+    assert {(case.layout, case.page_size) for case in found.values()} >= {("5D", 16), ("NZ", 1), ("NZ", 3)}
+    assert "page size 3, 5D" not in found
+    assert found["head dim 72, 72"].layout == "5D"
+    for case in found.values():
+        case.spec.cache_spec(num_layers=1, page_size=case.page_size, layout=case.layout)
 
 
 class DecodeOnly(TorchNativeBackend):

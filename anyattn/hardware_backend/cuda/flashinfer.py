@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.lazy import lazy_import
+from anyattn.mem_cache.device_table import to_device
+from anyattn.mem_cache.indices import indptr, token_positions
 from anyattn.types import ANY_INT, KV_LAYOUTS, ints
 
 if TYPE_CHECKING:
@@ -75,18 +77,15 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, batch: Batch) -> _Plan:
         decode = batch.phase == "decode"
         wrapper = self._take(decode)
-        paged = (
-            torch.from_numpy(batch.host.kv_indptr),
-            batch.kv_indices,
-            torch.from_numpy(batch.host.kv_last_page_len),
-        )
+        kv_indptr, kv_indices, kv_lens = self._within_window(batch)
+        paged = torch.from_numpy(kv_indptr), kv_indices, torch.from_numpy(batch.host.kv_last_page_len)
         heads = (self.spec.num_qo_heads, self.spec.num_kv_heads, self.spec.head_dim, batch.page_size)
         options = {
             "window_left": -1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
             "sm_scale": self.spec.scale,
-            "seq_lens": torch.from_numpy(batch.host.kv_lens.astype(np.int32)),
+            "seq_lens": torch.from_numpy(kv_lens.astype(np.int32)),
         }
         if decode:
             wrapper.plan(*paged, *heads, **options)
@@ -111,6 +110,22 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         result = plan.wrapper.run(q, (kv.k, kv.v), out=out, return_lse=self.spec.return_lse)
         return result[1] * _LN_2 if self.spec.return_lse else None
+
+    def _within_window(self, batch: Batch) -> tuple[Any, torch.Tensor, Any]:
+        """The batch's kv_indptr, kv_indices and kv_lens, without the pages before what a window lets any query see.
+
+        In their place may be the null page, and the kernels multiply whatever lies in a masked key's value by 0. Masks
+        count from the sequences' ends, so that leaving out whole pages at their beginnings changes nothing.
+        """
+        host, page_size = batch.host, batch.page_size
+        if self.spec.sliding_window is None:
+            return host.kv_indptr, batch.kv_indices, host.kv_lens
+        behind = np.maximum(host.prefix_lens + 1 - self.spec.sliding_window, 0) // page_size
+        if not behind.any():
+            return host.kv_indptr, batch.kv_indices, host.kv_lens
+        owner, column = token_positions(behind, host.num_pages)
+        (places,) = to_device([host.kv_indptr[owner] + column], batch.kv_indices.device, wide=1)
+        return indptr(host.num_pages - behind), batch.kv_indices[places], host.kv_lens - behind * page_size
 
     def _take(self, decode: bool) -> Any:
         """A wrapper that no live plan uses."""

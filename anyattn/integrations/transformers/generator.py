@@ -17,6 +17,7 @@ from anyattn.integrations.transformers.attention import PAGED_NAME, STEP_KEYWORD
 from anyattn.integrations.transformers.packed_step import PackedStep
 from anyattn.integrations.transformers.probe import attention_implementation, probe_layout
 from anyattn.integrations.transformers.scheduler import Request, Scheduler, requests_for
+from anyattn.mem_cache.spec import CacheGroup, pages_for_memory, window_pages
 from anyattn.wiring import create_runtime
 
 FinishReason = Literal["stop", "length"]
@@ -87,18 +88,22 @@ class PagedGenerator:
         self._max_seq_len = min(max_seq_len or self._layout.max_positions, self._layout.max_positions)
         self._streaming = False
 
-        def runtime_of(pages: int) -> AttentionRuntime:
+        def runtime_of(pages: int, pages_of_windows: int) -> AttentionRuntime:
             with plain_tensors():
                 return create_runtime(
-                    self._layout.specs, num_pages=pages, page_size=page_size, backend=backend, device=str(model.device)
+                    self._layout.specs,
+                    num_pages=pages,
+                    num_window_pages=pages_of_windows if any(s.sliding_window for s in self._layout.specs) else None,
+                    page_size=page_size,
+                    backend=backend,
+                    device=str(model.device),
                 )
 
         # The size of a page is known only when backends are selected, so one page is asked for first.
-        self.runtime = runtime_of(1 if num_pages is None else num_pages)
-        if num_pages is None:
-            wanted = self._default_num_pages(self.runtime)
-            del self.runtime
-            self.runtime = runtime_of(wanted)
+        self.runtime = runtime_of(1, 1)
+        wanted = self._num_pages(self.runtime, num_pages)
+        del self.runtime
+        self.runtime = runtime_of(*wanted)
 
     def generate(
         self,
@@ -255,14 +260,26 @@ class PagedGenerator:
             return []
         return [eos] if isinstance(eos, int) else list(eos)
 
-    def _default_num_pages(self, runtime: AttentionRuntime) -> int:
-        platform = runtime.selection.platform
-        if platform.memory_free_bytes is None:
-            raise ContractError(f"how much memory {platform} has free is not known: give num_pages.")
-        share = _CPU_SHARE if platform.kind == "cpu" else _ACCELERATOR_SHARE
-        affordable = runtime.pool.cache.pages_for_bytes(int(share * platform.memory_free_bytes))
-        useful = self._max_num_seqs * -(-self._max_seq_len // runtime.table.page_size)
-        return max(min(affordable, useful), 1)
+    def _num_pages(self, runtime: AttentionRuntime, wanted: int | None) -> tuple[int, int]:
+        """Pages for full layers, those asked for or by default; and for the layers of each window."""
+        windows, page_size = [window.window for window in runtime.table.windows], runtime.table.page_size
+        # A prompt that waits for its next chunk still has the last one's pages, so two steps' tokens are counted.
+        num_seqs, max_new_tokens = self._max_num_seqs, 2 * self._max_batch_tokens
+        if wanted is None:
+            platform = runtime.selection.platform
+            if platform.memory_free_bytes is None:
+                raise ContractError(f"how much memory {platform} has free is not known: give num_pages.")
+            share = _CPU_SHARE if platform.kind == "cpu" else _ACCELERATOR_SHARE
+            pools = zip(runtime.pools, [None, *windows], strict=True)
+            affordable = pages_for_memory(
+                [CacheGroup(cache=pool.cache, window=window) for pool, window in pools],
+                int(share * platform.memory_free_bytes),
+                num_seqs=num_seqs,
+                max_new_tokens=max_new_tokens,
+            )
+            wanted = max(min(affordable[0], num_seqs * -(-self._max_seq_len // page_size)), 1)
+        most = [window_pages(window, page_size, num_seqs, max_new_tokens) for window in windows]
+        return wanted, min(wanted, max(most, default=1))
 
 
 def _token_ids(index: int, prompt: Sequence[Any]) -> list[int]:

@@ -79,7 +79,8 @@ class ScratchRuntime:
             self._runtime, self._plan = self._begin(packing)
             self._mask = mask
         if self._prefix_slots is not None:
-            self._runtime.pool.store(0, packing.prefix.take(call.k), packing.prefix.take(call.v), self._prefix_slots)
+            pool, prefix = self._runtime.pools[0], packing.prefix
+            pool.store(0, prefix.take(call.k), prefix.take(call.v), self._prefix_slots)
         out = self._runtime.run(
             0,
             packing.queries.take(call.q),
