@@ -27,6 +27,9 @@ from anyattn.plugins.records import Offer
 from anyattn.settings import Settings
 from anyattn.types import MOST_PAGES, ROLES, KVLayout
 
+_FREE_OF_BYTES = 1 << 20
+"""Pages where a page takes no memory but for the books, as all layers keep only their windows."""
+
 
 def create_runtime(
     spec: AttentionSpec | Sequence[AttentionSpec],
@@ -141,6 +144,8 @@ class _PoolSize:
         if 0 in pages:
             least = memory_needed(groups, [1] * len(groups))
             raise SpecError(f"memory_bytes={self.memory_bytes} hold no page: {least} are the least for these layers.")
+        if not groups[0].cache.num_layers:  # ids without bytes: what sequences have behind their windows
+            pages = (max(pages[0], _FREE_OF_BYTES), *pages[1:])
         return tuple(min(count, MOST_PAGES) for count in pages)
 
 

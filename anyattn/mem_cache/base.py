@@ -208,8 +208,9 @@ class KVAllocator(ABC):
         indptr = np.zeros(needed.size + 1, dtype=np.int32)
         if not np.count_nonzero(needed):  # most steps of a decode
             return Extension(indptr=indptr, pages=indptr[:0], copied_from=copied_from)
-        indptr[1:] = needed.cumsum()
-        pages = self.alloc(int(indptr[-1]))
+        ends = needed.cumsum()
+        pages = self.alloc(int(ends[-1]))  # refuses what int32 could not hold either
+        indptr[1:] = ends
         if self.may_share:
             self.free(copied_from)
         return Extension(indptr=indptr, pages=pages, copied_from=copied_from)

@@ -59,7 +59,7 @@ def opened(data: bytes | bytearray | memoryview) -> tuple[Any, memoryview]:
     header, records = view[_PREFIX.size :][:header_bytes], view[_PREFIX.size + header_bytes : -_CHECKSUM_BYTES]
     try:
         return json.loads(bytes(header)), records
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContractError(f"the export's header is not JSON: {error}.") from error
 
 

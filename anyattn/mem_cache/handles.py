@@ -38,6 +38,9 @@ class Handles:
         """Handles of `count` new sequences."""
         if not isinstance(count, int) or count < 0:
             raise ContractError(f"cannot make {count!r} sequences.")
+        if count - len(self._free_rows) > _MAX_ROWS - self.num_rows:
+            alive = self.num_rows - 1 - len(self._free_rows)
+            raise ContractError(f"{_MAX_ROWS - 1} sequences can be alive, and {alive} are: no room for {count} more.")
         while len(self._free_rows) < count:
             self._add_rows()
         rows = np.array([self._free_rows.pop() for _ in range(count)], dtype=np.int64)
@@ -89,8 +92,6 @@ class Handles:
     def _add_rows(self) -> None:
         old = self.num_rows
         new = min(max(2 * old, 16), _MAX_ROWS)
-        if new == old:
-            raise ContractError(f"{_MAX_ROWS} sequences are alive, which is the most; free some first.")
         self._generation = np.pad(self._generation, (0, new - old))
         self._living = np.pad(self._living, (0, new - old))
         self._order = np.pad(self._order, (0, new - old))

@@ -53,7 +53,7 @@ class PageTable:
         self.version = 0
         """Counts changes, so that a step's view can tell whether the table is still as it saw it."""
         self.num_frees = 0
-        """How often sequences were freed or truncated; a batch made before the last time may hold some of them."""
+        """How often pages of sequences were given back; a batch made before the last time may still write to them."""
         self._debug = debug
         self._handles = Handles()
         self._lengths = np.zeros(1, dtype=np.int64)
@@ -84,7 +84,7 @@ class PageTable:
         sequence's own: what to copy is in the view (`StepView.copies`), and has to be done before anything is stored.
         """
         rows, prefix_lens, have, last_slots = self._state(seqs)
-        new = _counts(num_new_tokens, rows.size)
+        new = _counts(num_new_tokens, rows.size) if rows.size else np.zeros(0, dtype=np.int64)
         most_new = new if isinstance(new, int) else int(new.max(initial=0))
         self._fit(prefix_lens, new, most_new)
         if not isinstance(new, int):
@@ -111,6 +111,9 @@ class PageTable:
                 (replaced,) = extension.copied_from.nonzero()
                 targets = self._pages[rows[replaced], first_columns[replaced]]
                 copies = (PageCopies(0, extension.copied_from[replaced], targets),)
+        if any(left.unused.size for left in leaving):  # an earlier step of these sequences may not run any more
+            self._shortened[rows] = self.version + 1
+            self.num_frees += 1
         for i, window in enumerate(self.windows):
             window.let_go(leaving[i])
             self._first_columns[i][rows] = np.maximum(self._first_columns[i][rows], window.first_column(prefix_lens))
@@ -144,8 +147,12 @@ class PageTable:
         be shortened to what it had before its last `extend`, and to nothing.
         """
         rows = self._handles.rows(seqs)
-        kept = np.broadcast_to(np.asarray(_counts(lengths, rows.size, name="lengths"), dtype=np.int64), rows.shape)
+        wanted = _counts(lengths, rows.size, name="lengths")
         present = self._lengths[rows]
+        most = wanted if isinstance(wanted, int) else int(wanted.max(initial=0))
+        if most > present.max(initial=0):  # in Python's integers, as it may not fit int64
+            raise ContractError(f"truncate shortens: no sequence here has {most} tokens to keep.")
+        kept = np.broadcast_to(np.asarray(wanted, dtype=np.int64), rows.shape)
         if (kept > present).any():
             i = np.flatnonzero(kept > present)[0]
             raise ContractError(f"truncate shortens: a sequence of {present[i]} tokens cannot keep {kept[i]}.")
@@ -260,7 +267,7 @@ class PageTable:
     def restore_sequence(self, pages: Int32s, num_tokens: int) -> int:
         """A new sequence of `num_tokens` tokens on pages that the caller holds (`take`), and no longer does then."""
         pages = self._allocated(pages)
-        if not isinstance(num_tokens, int) or -(-num_tokens // self.page_size) != pages.size:
+        if not isinstance(num_tokens, int) or num_tokens < 0 or -(-num_tokens // self.page_size) != pages.size:
             raise ContractError(f"{num_tokens} tokens are not what {pages.size} pages of {self.page_size} are for.")
         if (self._held[pages] < 1).any():
             raise ContractError(f"page {pages[self._held[pages] < 1][0]} is not held by the caller: see take.")
@@ -313,7 +320,10 @@ class PageTable:
         rows = self._handles.rows(view.seqs)
         shortened = self._shortened[rows] > view.version
         if shortened.any():
-            raise ContractError(f"sequence {view.seqs[shortened][0]} was truncated after this step was made.")
+            raise ContractError(
+                f"sequence {view.seqs[shortened][0]} was truncated after this step was made, or extended so far that a "
+                "window's pages were let go: run a step before the next one of its sequences is made."
+            )
 
     def send(self, arrays: Sequence[Int32s | Int64s]) -> Any:
         """See `DeviceTable.send`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 else:
     np = lazy_import("numpy")
     torch = lazy_import("torch")
+
+_SMALLEST, _LARGEST = 1e-37, 1e38  # within float32's normal numbers
 
 
 class PagedPool(KVPool):
@@ -101,8 +104,8 @@ class _ScaledPool(PagedPool):
 
     def _scale(self, name: str, scale: float | torch.Tensor) -> float | torch.Tensor:
         if not isinstance(scale, torch.Tensor):
-            if not isinstance(scale, float | int) or not 0 < scale < math.inf:
-                raise ContractError(f"{name} must be positive and finite, not {scale!r}.")
+            if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not _SMALLEST < scale < _LARGEST:
+                raise ContractError(f"{name} must be a number that float32 can divide by, not {scale!r}.")
             return float(scale)
         one_element, heads = scale.numel() == 1, (self.cache.num_kv_heads,)
         per_head = self.capabilities.per_head_scales

@@ -157,7 +157,8 @@ def window_pages(window: int, page_size: int, num_seqs: int, max_new_tokens: int
     step with one, makes `num_seqs * (ceil((window - 1) / page_size) + 1)`. The first few more of a sequence may open a
     page where a page's worth of them would open no more, so the worst step spreads its tokens over many sequences.
     A sequence that sits out the steps after a chunk keeps the chunk's pages until its next token: count such chunks to
-    max_new_tokens.
+    max_new_tokens. A fork counts as a sequence, and as one more where it copies a partial page while the shared one is
+    still held.
     """
     for name, value, least in (("window", window, 1), ("page_size", page_size, 1), ("num_seqs", num_seqs, 0)):
         if value < least:

@@ -111,7 +111,7 @@ class StepView:
         """[num_new_tokens], int64, on the device: where each new token is stored."""
         self._require_current()
         if self.one_each:  # 8 bytes a sequence: less than a kernel's launch
-            return to_device([self.last_slots], self.table.device_table.device, wide=1)[0]
+            return to_device([self.last_slots.copy()], self.table.device_table.device, wide=1)[0]
         device = self.table.device_table.device
         slots = torch.empty(int(self.qo_indptr[-1]), dtype=torch.int64, device=device)
         if slots.shape[0]:

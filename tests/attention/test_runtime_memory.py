@@ -167,6 +167,14 @@ def test_sizes_that_mean_nothing_are_refused(sizes, message):
         anyattn.create_runtime([LOCAL, FULL], device="cpu", **sizes)
 
 
+def test_where_all_layers_have_windows_page_ids_are_not_what_memory_bounds():
+    rt = anyattn.create_runtime([LOCAL] * 2, memory_bytes=100_000, max_num_seqs=2, max_new_tokens=32, device="cpu")
+    (seq,) = rt.new_sequences(1)
+    for _ in range(200):
+        rt.extend([seq], [32])
+    assert rt.table.lengths([seq]) == [6400]
+
+
 def test_window_pages_without_windows_are_refused():
     with pytest.raises(SpecError, match="no layer has one"):
         runtime([FULL], num_window_pages=4)

@@ -63,6 +63,15 @@ def test_a_page_freed_as_often_as_it_is_held_in_one_call_returns_once():
     assert allocator.num_free_pages == 4
 
 
+@pytest.mark.parametrize("lengths", [[2**32], [2**31, 3], [2**32 + 2, 3]])
+def test_lengths_beyond_int32_are_refused_and_change_nothing(lengths):
+    allocator = PagedAllocator(10, 1)
+    nothing = [0] * len(lengths)
+    with pytest.raises(OutOfPagesError, match=f"{sum(lengths)} pages needed"):
+        allocator.extend(nothing, lengths, nothing)
+    assert books(allocator) == books(PagedAllocator(10, 1))
+
+
 def test_a_page_just_freed_is_the_next_to_be_used():
     allocator = PagedAllocator(8, 16)
     pages = allocator.alloc(5)

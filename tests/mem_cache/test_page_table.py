@@ -177,6 +177,55 @@ def test_an_array_of_handles_that_was_changed_in_place_is_another_batch():
         table.extend(handles, 1)
 
 
+TOO_LONG = [np.array([2**64 - 1], dtype=np.uint64), 2**70, [2**63 + 5]]
+
+
+@pytest.mark.parametrize("kept", TOO_LONG, ids=["uint64", "int", "list"])
+def test_lengths_that_no_integer_of_the_table_holds_are_refused_and_change_nothing(kept):
+    table = new_table(window=5)
+    (seq,) = table.new_sequences(1)
+    table.extend([seq], [5])
+    before = state(table)
+    with pytest.raises(ContractError, match="no sequence here has"):
+        table.truncate([seq], kept)
+    assert state(table) == before
+    assert table.extend([], 2**70).kv_lens.size == 0
+
+
+def test_more_sequences_than_there_can_be_are_refused_before_the_table_grows():
+    table = new_table()
+    table.new_sequences(2)
+    with pytest.raises(ContractError, match=r"1048575 sequences can be alive, and 2 are"):
+        table.new_sequences(10**9)
+    assert table._lengths.size == table._handles.num_rows == 16
+
+
+def test_a_sequence_of_fewer_than_no_tokens_is_refused():
+    table = new_table()
+    with pytest.raises(ContractError, match="-3 tokens"):
+        table.restore_sequence(np.zeros(0, dtype=np.int32), -3)
+
+
+def test_slots_are_the_caller_s_own():
+    table = new_table()
+    seqs = table.new_sequences(2)
+    table.extend(seqs, 1).out_slots().zero_()
+    table.check()
+    table.extend(seqs, 1)
+
+
+def test_a_step_whose_window_pages_were_let_go_by_a_later_one_is_refused():
+    table = new_table(num_pages=64, page_size=1, window=4)
+    first, second = table.new_sequences(2)
+    table.extend([first, second], 8)
+    earlier, other = table.extend([first], [3]), table.extend([second], [3])
+    later = table.extend([first], [1])
+    with pytest.raises(ContractError, match="a window's pages were let go"):
+        table.require_whole(earlier)
+    table.require_whole(later)
+    table.require_whole(other)
+
+
 def test_a_page_size_that_is_not_the_allocator_s_is_refused():
     with pytest.raises(ContractError, match=r"one page_size, not \[4, 8\]"):
         PageTable(PagedAllocator(8, 4), 8)
@@ -246,7 +295,7 @@ def test_a_truncated_sequence_gives_back_what_it_no_longer_reaches():
     assert table.allocator.num_free_pages == 8
 
 
-@pytest.mark.parametrize(("kept", "message"), [([6], "cannot keep 6"), ([-1], "negative"), ([1, 2], "one number")])
+@pytest.mark.parametrize(("kept", "message"), [([6], "here has 6 tokens"), ([-1], "negative"), ([1, 2], "one number")])
 def test_lengths_that_truncate_cannot_give_are_refused_and_change_nothing(kept, message):
     table = new_table()
     (seq,) = table.new_sequences(1)

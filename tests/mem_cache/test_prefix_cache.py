@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from anyattn.errors import ContractError, OutOfPagesError
+from anyattn.errors import ContractError, OutOfPagesError, StorageError
 from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.host_tier import HostTier
 from anyattn.mem_cache.page_table import PageTable
@@ -413,7 +413,7 @@ def test_evicted_pages_come_back_from_the_host_with_what_they_held():
     assert (match.num_tokens, match.num_host_tokens) == (16, 0)
     assert read(match.pages) == [1, 2, 3, 4]
     assert (cache.num_pages, cache.num_host_pages) == (4, 2)
-    assert cache.restore(match) is match
+    assert cache.restore(match).pages.tolist() == match.pages.tolist()
     assert read(cache.restore(cache.match(letters("abxy"))).pages) == [1, 2, 5, 6]
 
 
@@ -664,3 +664,42 @@ def test_check_finds_what_is_damaged():
         harm(cache)
         with pytest.raises(ContractError):
             cache.check()
+
+
+def test_restoring_a_match_whose_pages_were_evicted_since_never_gives_what_another_sequence_has():
+    table = PageTable(PagedAllocator(4, 4, debug=True), 4, debug=True)
+    cache = PrefixCache(table, debug=True)
+    (seq, other, third) = table.new_sequences(3)
+    table.extend([seq], [16])
+    cache.insert(list(range(16)), table.pages(seq))
+    table.free([seq])
+    match = cache.match(list(range(16)))
+    assert match.num_tokens == 16
+    cache.evict(3)
+    table.extend([other], [12])
+    again = cache.restore(match)
+    assert not set(again.pages.tolist()) & set(table.pages(other).tolist())
+    table.adopt(third, again.pages)
+    assert table.lengths([third]) == [4]
+
+
+def test_what_a_failing_tier_cannot_take_is_dropped_with_a_warning():
+    class Full:
+        num_pages = num_free_pages = 8
+
+        def save(self, pages):
+            raise StorageError("no room on the disk")
+
+        def free(self, host_pages):
+            pass
+
+    table = PageTable(PagedAllocator(4, 4, debug=True), 4, debug=True)
+    cache = PrefixCache(table, tiers=[Full()])
+    (seq,) = table.new_sequences(1)
+    table.extend([seq], [16])
+    cache.insert(list(range(16)), table.pages(seq))
+    table.free([seq])
+    with pytest.warns(UserWarning, match="no room on the disk"):
+        assert cache.evict(2) == 2
+    assert (cache.num_pages, cache.num_host_pages) == (2, 0)
+    assert cache.match(list(range(16))).num_tokens == 8

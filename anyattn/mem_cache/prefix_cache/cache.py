@@ -108,7 +108,8 @@ class PrefixCache:
         num_pages = self.table.usable_prefix(pages)
         pages = pages[:num_pages]
         self._use(self._cached.queue, pages)
-        return Match(num_tokens=num_pages * self.page_size, pages=pages)
+        found = data[: num_pages * self._cached.tree.page_bytes]
+        return Match(num_tokens=num_pages * self.page_size, pages=pages, tokens=found, extra_key=extra_key)
 
     def insert(self, tokens: Any, pages: Sequence[int] | Int32s, extra_key: Hashable = None, priority: int = 0) -> int:
         """Caches a sequence's whole pages, whose KV is stored, or will be before anyone reads what is inserted here.
@@ -167,7 +168,8 @@ class PrefixCache:
         """Frees so many full pages at least, or as many as are not in use, the least valuable first.
 
         window_pages: so many pages of each of the table's windows, too. With tiers, what is evicted is copied to the
-        host in the order of the current stream, and the least valuable pages there make room.
+        host in the order of the current stream, and the least valuable pages there make room. What a tier cannot take
+        (StorageError, of which a warning tells) is dropped.
 
         Returns how many full pages became free.
         """
@@ -190,12 +192,10 @@ class PrefixCache:
         Raises OutOfPagesError, and changes nothing, where too few pages could be evicted.
         """
         cached, host = self._cached, self._cached.host
-        if not match.num_host_tokens or not host:
-            return match
         path, num_pages, _ = self._walk(match.extra_key, match.tokens)
         pages = _pages_of([node for node in path if not node.in_host])[:num_pages]
         host_pages = _pages_of([node for node in path if node.in_host])[: num_pages - pages.size]
-        if host_pages.size:
+        if host_pages.size and host:
             in_windows = host.in_windows(host_pages)
             self.table.hold(pages)
             host.pinned[host_pages] = True
@@ -216,7 +216,10 @@ class PrefixCache:
             pages = np.concatenate([pages, loaded])
             self._changed()
         usable = self.table.usable_prefix(pages)
-        return Match(num_tokens=usable * self.page_size, pages=pages[:usable])
+        found = match.tokens[: usable * cached.tree.page_bytes]
+        return Match(
+            num_tokens=usable * self.page_size, pages=pages[:usable], tokens=found, extra_key=match.extra_key
+        )
 
     def clear(self, *, in_use: bool = False) -> int:
         """Forgets everything that is not in use, in both tiers. Returns how many full pages became free.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from anyattn.errors import OutOfPagesError
+from anyattn.errors import OutOfPagesError, StorageError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.prefix_cache.events import EventLog
 from anyattn.mem_cache.prefix_cache.eviction import EvictionQueue, Piece
@@ -146,6 +147,8 @@ class CachedPages:
         if to_host and self.host:
             try:
                 num_dropped -= self._save(self.host, victims)
+            except StorageError as error:
+                warnings.warn(f"evicted pages are dropped, as their tier failed: {error}", stacklevel=3)
             except BaseException:
                 self.queue.put_back(pieces)
                 self._join()
