@@ -6,9 +6,13 @@ import ast
 import contextlib
 import importlib.util
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_PARSER = threading.Lock()
+"""Python 3.11's parser counts its depth for all threads together, and fails now and then when two of them are in it."""
 
 ROOT = Path("/")
 """Where /proc, /sys and /dev hang; tests point it at a tree of their own."""
@@ -123,7 +127,9 @@ def torch_build() -> TorchBuild | None:
     values: dict[str, Any] = {}
     is_damaged = True
     with contextlib.suppress(Exception, MemoryError):  # the parser's for what is nested too deeply
-        body = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")).body
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        with _PARSER:
+            body = ast.parse(text).body
         is_damaged = False
         for node in body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):

@@ -1,6 +1,8 @@
 """What all probes ask of the host alike: the installed torch, and what mends it for each kind of device."""
 
+import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,3 +38,33 @@ def test_a_torch_that_is_missing_or_damaged_is_a_problem_of_every_kind(site, kin
     assert problem.endswith(host.TORCH_REMEDIES[kind])
     (site / "version.py").write_text("__version__ = '2.9.0'")
     assert host.torch_problems(kind) == ()
+
+
+class _Garbage:
+    """Its end runs Python code in the middle of whatever is being allocated, where threads may change."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        for _ in range(50):
+            pass
+
+
+def test_probes_side_by_side_never_take_a_whole_torch_for_a_damaged_one():
+    def build(depth):
+        if depth:
+            return build(depth - 1)
+        _Garbage()
+        return host.torch_build()
+
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(5, 2, 2)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            builds = list(threads.map(build, [number % 40 for number in range(1000)]))
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert not any(found.is_damaged for found in builds)
