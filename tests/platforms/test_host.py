@@ -55,7 +55,8 @@ def test_probes_side_by_side_never_take_a_whole_torch_for_a_damaged_one():
     def build(depth):
         if depth:
             return build(depth - 1)
-        _Garbage()
+        for _ in range(50):
+            _Garbage()
         return host.torch_build()
 
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
@@ -63,7 +64,7 @@ def test_probes_side_by_side_never_take_a_whole_torch_for_a_damaged_one():
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as threads:
-            builds = list(threads.map(build, [number % 40 for number in range(1000)]))
+            builds = list(threads.map(build, [number % 40 for number in range(3000)]))
     finally:
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
