@@ -20,7 +20,7 @@ class Settings:
     page_size: ANYATTN_PAGE_SIZE, tokens.
     plugins: ANYATTN_PLUGINS, names of entry points that may be loaded, separated by commas; empty for none of them.
     strict: ANYATTN_STRICT=1, a plugin that fails to load raises instead of being reported.
-    debug: ANYATTN_DEBUG=1, the page table proves its books after every change.
+    debug: ANYATTN_DEBUG=1, page table and allocators prove their books after every change, and refuse misuse.
     """
 
     platform: str | None = None

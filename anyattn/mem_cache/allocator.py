@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.errors import ContractError, OutOfPagesError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.base import AllocatorCapabilities, Extension, KVAllocator
-from anyattn.types import MOST_PAGES, NULL_PAGE, IntSet
+from anyattn.types import NULL_PAGE, IntSet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,10 +24,7 @@ class PagedAllocator(KVAllocator):
     capabilities: ClassVar[AllocatorCapabilities] = AllocatorCapabilities(page_sizes=IntSet(maximum=1024))
 
     def __init__(self, num_pages: int, page_size: int, device: Any = None, *, debug: bool = False) -> None:
-        if not 1 <= num_pages <= MOST_PAGES:
-            raise ContractError(f"num_pages must be 1 to {MOST_PAGES}, not {num_pages}.")
-        if page_size not in self.capabilities.page_sizes:
-            raise ContractError(f"page_size must be {self.capabilities.page_sizes}, not {page_size}.")
+        self.capabilities.require(num_pages, page_size)
         self.page_size = page_size
         self.debug = debug
         self._num_pages = num_pages

@@ -10,7 +10,17 @@ from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache import indices, layouts
 from anyattn.mem_cache.spec import CACHE_KINDS, CacheKind
-from anyattn.types import ALL_LAYOUTS, DTYPE_BYTES, FP8_DTYPES, KV_LAYOUTS, NULL_PAGE, IntSet, KVLayout, Reason
+from anyattn.types import (
+    ALL_LAYOUTS,
+    DTYPE_BYTES,
+    FP8_DTYPES,
+    KV_LAYOUTS,
+    MOST_PAGES,
+    NULL_PAGE,
+    IntSet,
+    KVLayout,
+    Reason,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +56,13 @@ class AllocatorCapabilities:
                 )
             )
         return reasons
+
+    def require(self, num_pages: int, page_size: int) -> None:
+        """Raises ContractError for a number of pages that no allocator has, or a page size that this one has not."""
+        if not 1 <= num_pages <= MOST_PAGES:
+            raise ContractError(f"num_pages must be 1 to {MOST_PAGES}, not {num_pages}.")
+        if page_size not in self.page_sizes:
+            raise ContractError(f"page_size must be {self.page_sizes}, not {page_size}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

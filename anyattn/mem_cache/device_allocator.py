@@ -13,7 +13,7 @@ from anyattn.lazy import lazy_import
 from anyattn.mem_cache.base import AllocatorCapabilities, Extension, KVAllocator
 from anyattn.mem_cache.kernels import books as kernels
 from anyattn.mem_cache.kernels.books import NO_FAULT, Fault, Word
-from anyattn.types import MOST_PAGES, IntSet
+from anyattn.types import IntSet
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +36,11 @@ class DeviceAllocator(KVAllocator):
     Calls may not be captured in a graph, as the host's bound knows nothing of replays.
     """
 
-    capabilities: ClassVar[AllocatorCapabilities] = AllocatorCapabilities(page_sizes=IntSet(maximum=1024), priority=-1)
+    capabilities: ClassVar[AllocatorCapabilities] = AllocatorCapabilities(page_sizes=IntSet(maximum=1024))
 
     def __init__(self, num_pages: int, page_size: int, device: Any = None, *, debug: bool = False) -> None:
         """device: where the books live; None for torch's default. debug: prove the books in every call, which waits."""
-        if not 1 <= num_pages <= MOST_PAGES:
-            raise ContractError(f"num_pages must be 1 to {MOST_PAGES}, not {num_pages}.")
-        if page_size not in self.capabilities.page_sizes:
-            raise ContractError(f"page_size must be {self.capabilities.page_sizes}, not {page_size}.")
+        self.capabilities.require(num_pages, page_size)
         self.page_size = page_size
         self.debug = debug
         self.num_syncs = 0

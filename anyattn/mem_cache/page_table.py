@@ -111,12 +111,13 @@ class PageTable:
                 (replaced,) = extension.copied_from.nonzero()
                 targets = self._pages[rows[replaced], first_columns[replaced]]
                 copies = (PageCopies(0, extension.copied_from[replaced], targets),)
-        if any(left.unused.size for left in leaving):  # an earlier step of these sequences may not run any more
-            self._shortened[rows] = self.version + 1
-            self.num_frees += 1
         for i, window in enumerate(self.windows):
+            first_columns = np.maximum(self._first_columns[i][rows], window.first_column(prefix_lens))
+            if leaving[i].unused.size:  # an earlier step of the sequences that let go may not run any more
+                self._shortened[rows[first_columns > self._first_columns[i][rows]]] = self.version + 1
+                self.num_frees += 1
             window.let_go(leaving[i])
-            self._first_columns[i][rows] = np.maximum(self._first_columns[i][rows], window.first_column(prefix_lens))
+            self._first_columns[i][rows] = first_columns
             window.alloc(pages)
             if copies:
                 sources, targets = copies[0].sources, copies[0].targets
