@@ -11,13 +11,14 @@ from typing import Any
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.selection import BackendCandidate, Candidates
-from anyattn.errors import NoDeviceError, PluginLoadError
+from anyattn.errors import NoDeviceError, PluginLoadError, contained
 from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator, KVPool, PoolCapabilities
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.plugins.isolation import describe, run_side_by_side
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
 from anyattn.plugins.requirements import missing_packages, missing_programs
+from anyattn.plugins.signatures import missing_methods, wrong_signatures
 from anyattn.settings import Settings, misspelled_variables
 
 SIMULATED = "sim:"
@@ -175,6 +176,7 @@ def _choose_device(detection: Detection, wanted: str | None) -> Platform:
     """
     found = "; ".join(f"{d} ({'; '.join(d.problems) or 'usable'})" for d in detection.devices) or "nothing"
     matching = [d for d in detection.devices if wanted is None or wanted in device_names(d)]
+    matching.sort(key=lambda device: device.kind != wanted)  # an emulated device may be "cpu" to torch
     usable = [device for device in matching if not device.problems]
     if usable:
         return usable[0]
@@ -247,13 +249,23 @@ def _capabilities(plugins: PluginManager, offer: Offer, base: type[Any], declare
         text = f"{offer.name!r} of {offer.owner}: {offer.target} is no subclass of {base.__name__}."
         plugins.report(text, plugin=offer.plugin)
         return None
-    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+    if missing := missing_methods(loaded):
         text = f"{offer.name!r} of {offer.owner} lacks {', '.join(missing)} of {base.__name__}."
+        plugins.report(text, plugin=offer.plugin)
+        return None
+    if wrong := wrong_signatures(loaded, base):
+        text = f"{offer.name!r} of {offer.owner} does not fit {base.__name__}: {'; '.join(wrong)}."
         plugins.report(text, plugin=offer.plugin)
         return None
     capabilities = getattr(loaded, "capabilities", None)
     if not isinstance(capabilities, declared):
         text = f"{offer.name!r} of {offer.owner} has no capabilities of type {declared.__name__}."
         plugins.report(text, plugin=offer.plugin)
+        return None
+    try:
+        contained(capabilities.to_json)
+    except Exception as error:
+        text = f"{offer.name!r} of {offer.owner}: its capabilities cannot be serialised: {describe(error)}"
+        plugins.report(text, error, plugin=offer.plugin)
         return None
     return capabilities

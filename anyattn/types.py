@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,6 +131,28 @@ class IntSet:
         if self.values is not None:
             return min(self.values)
         return -(-self.minimum // self.multiple_of) * self.multiple_of
+
+
+def declared_json(declaration: Any) -> dict[str, Any]:
+    """The fields of a dataclass of capabilities as JSON values; a function, as a priority may be one, as its name.
+
+    Raises TypeError or ValueError for what JSON has no value for, as in a field that a subclass added.
+    """
+    document = {field.name: _json_value(getattr(declaration, field.name)) for field in dataclasses.fields(declaration)}
+    json.dumps(document, allow_nan=False)
+    return document
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, GraphLevel):
+        return value.name.lower()
+    if isinstance(value, IntSet):
+        return str(value)
+    if isinstance(value, frozenset):
+        return sorted(map(_json_value, value))
+    if isinstance(value, tuple):
+        return list(map(_json_value, value))
+    return str(getattr(value, "__qualname__", "a function")) if callable(value) else value
 
 
 ANY_INT = IntSet()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.capabilities import Capabilities
+from anyattn.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
@@ -61,3 +62,27 @@ class AttentionBackend(ABC):
         Returns the LSE, [num_tokens, num_qo_heads], float32, natural log, -inf for a row that sees nothing, when
         spec.return_lse; otherwise None.
         """
+
+    def init_graph(self, batch: Batch) -> Any:
+        """A plan with which `run` is captured in a device graph; asked for only where `capabilities.graph` is a level.
+
+        batch: as large as the graph's steps can be, at first without any sequence. Its tensors stay where they are:
+            before each replay they hold that step, padded with sequences without tokens (`qo_indptr` and `kv_indptr`
+            are flat there, `kv_lens` 0, the block table names the null page). Its numbers (`num_seqs`, `num_tokens`,
+            `max_qo_len`, `max_kv_len`) hold for every step.
+
+        Whatever `run` reads from the plan must stay where it is too. Rows of padding may get any result.
+        """
+        raise ContractError(self._no_graph("init_graph"))
+
+    def refresh_graph(self, plan: Any, batch: Batch) -> None:
+        """Brings a plan of `init_graph` up to date for the next replay, in place.
+
+        batch: the one that `init_graph` was given, its tensors holding the new step already, with the step's `host`,
+            which is padded likewise. A backend that reads nothing but these tensors has nothing to do here.
+        """
+        raise ContractError(self._no_graph("refresh_graph"))
+
+    def _no_graph(self, method: str) -> str:
+        name, level = type(self).__name__, self.capabilities.graph.name.lower()
+        return f"{name} declares graph={level} and has no {method}: implement it, or declare graph=GraphLevel.NEVER."

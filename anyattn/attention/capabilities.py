@@ -24,6 +24,7 @@ from anyattn.types import (
     Reason,
     Role,
     Status,
+    declared_json,
 )
 
 Priority = float | Callable[[Platform, AttentionSpec, Role, Load], float]
@@ -42,6 +43,8 @@ class Capabilities:
     kv_dtypes: dtypes of the cache served besides the spec's own, any of them with any of `dtypes`; fp8 is read as
         value times scale. Leave it empty where the cache has q's dtype.
     per_head_scales: whether those scales may be tensors with one for each KV head.
+    quantizes_q, quantizes_probs: whether it rounds q, or the softmax's numerators, to the dtype of an fp8 cache. It
+        then serves such a cache only where the spec's `may_quantize_q` and `may_quantize_probs` allow that.
     head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
         besides; `any_head_dim_pair`: all of them.
     mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
@@ -65,6 +68,8 @@ class Capabilities:
     dtypes: frozenset[str]
     kv_dtypes: frozenset[str] = frozenset()
     per_head_scales: bool = False
+    quantizes_q: bool = False
+    quantizes_probs: bool = False
     head_dims: IntSet | None = None
     head_dim_pairs: frozenset[tuple[int, int]] = frozenset()
     any_head_dim_pair: bool = False
@@ -139,6 +144,10 @@ class Capabilities:
         if not isinstance(value, int | float) or isinstance(value, bool) or not -1e15 < value < 1e15:
             raise ContractError(f"a value of type {type(value).__name__} that is no finite number below 1e15")
         return float(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; see `types.declared_json`."""
+        return declared_json(self)
 
     def status_on(self, platform: Platform) -> Status:
         """What stands behind this declaration on such a device."""
@@ -215,6 +224,13 @@ class Capabilities:
             if spec.kv_scale_per_head:  # which the spec allows with fp8 only
                 reason = dataclasses.replace(reason, remedy=f"{reason.remedy} and kv_scale_per_head=False")
             yield reason
+        elif spec.storage_dtype in FP8_DTYPES:
+            for name, quantizes in (
+                ("may_quantize_q", self.quantizes_q),
+                ("may_quantize_probs", self.quantizes_probs),
+            ):
+                if quantizes and not getattr(spec, name):
+                    yield _replace_reason(name, False, [True])
 
     def _head_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.kv_lora_rank is not None and spec.qk_rope_head_dim is not None:
@@ -312,6 +328,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "extra": str,
     **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
     **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q", "per_head_scales", "strided_pages"), bool),
+    **dict.fromkeys(("quantizes_q", "quantizes_probs"), bool),
 }
 
 _KNOWN_MEMBERS: dict[str, set[str]] = {
@@ -325,9 +342,10 @@ _NEUTRAL = {field.name: field.default for field in dataclasses.fields(AttentionS
 
 _JUDGED_FIELDS = frozenset(
     {
-        "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "kv_scale_per_head", "sm_scale",
-        "causal", "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "graph",
-        "deterministic", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+        "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "kv_scale_per_head",
+        "may_quantize_q", "may_quantize_probs", "sm_scale", "causal", "sliding_window", "logits_soft_cap", "sinks",
+        "alibi", "tree_mask", "return_lse", "graph", "deterministic", "kv_lora_rank", "qk_rope_head_dim",
+        "qk_nope_head_dim",
     }
 )  # fmt: skip
 """The spec's fields that the reasons above judge. A field added to the spec joins this list with its own reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.types import Load, Role
+from anyattn.types import TYPICAL_LOAD, Load, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,13 +35,21 @@ class HybridBackend:
 
     def plan(self, batch: Batch) -> PlannedStep:
         """Picks the backend by the batch and has it plan."""
-        chosen = self._selection
-        name = chosen.prefill
-        if _role_of(batch) == "decode":
-            by_load = chosen.decode_by_load
-            name = chosen.decode if by_load is None else by_load.pick(_load_of(batch))
-        backend = self._backends[name]
+        backend = self._pick(batch, _load_of(batch))
         return PlannedStep(backend, backend.plan(batch))
+
+    def init_graph(self, batch: Batch) -> PlannedStep:
+        """Picks the backend by the graph's sizes, for good: as many sequences, of the typical length or the longest."""
+        load = Load(num_seqs=batch.num_seqs, kv_len=min(batch.max_kv_len, TYPICAL_LOAD.kv_len))
+        backend = self._pick(batch, load)
+        return PlannedStep(backend, backend.init_graph(batch))
+
+    def _pick(self, batch: Batch, load: Load) -> AttentionBackend:
+        chosen = self._selection
+        if _role_of(batch) != "decode":
+            return self._backends[chosen.prefill]
+        by_load = chosen.decode_by_load
+        return self._backends[chosen.decode if by_load is None else by_load.pick(load)]
 
 
 def _load_of(batch: Batch) -> Load:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyattn.attention.batch import Batch, checked_tree_masks
+from anyattn.attention.graph import GraphBatch, GraphSizes
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
-from anyattn.types import dtype_name
+from anyattn.types import GraphLevel, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,14 @@ class Plan:
 
     batch: as the full layers' pages serve it; `batch.windows` as those of layers with windows do.
     steps: for each distinct spec of the layers; none for a batch without tokens, which needs no kernel.
+    graph: where the plan is one of `AttentionRuntime.init_graph`, the tensors that stay.
     """
 
     runtime: AttentionRuntime
     batch: Batch
     steps: tuple[PlannedStep, ...]
     num_frees: int
+    graph: GraphBatch | None = None
 
 
 class AttentionRuntime:
@@ -110,9 +113,7 @@ class AttentionRuntime:
 
         Raises ContractError when a sequence of the batch has been freed or truncated, or it is another runtime's.
         """
-        if not isinstance(batch, Batch) or batch.host.table is not self.table:
-            raise ContractError("plan takes what this runtime's extend returned, not a batch of another runtime.")
-        self.table.require_whole(batch.host)
+        self._check_batch("plan", batch)
         return Plan(
             runtime=self,
             batch=batch,
@@ -124,6 +125,56 @@ class AttentionRuntime:
             else (),
             num_frees=self.table.num_frees,
         )
+
+    def init_graph(self, num_seqs: int, *, num_tokens: int | None = None, max_kv_len: int) -> Plan:
+        """A plan to capture `run` with in a device graph, for every layer; several may live beside each other.
+
+        num_seqs, num_tokens: of the largest step, padding included. Without num_tokens, a graph of decode steps.
+        max_kv_len: most tokens of a sequence, the new ones included.
+
+        It holds a step without sequences, which may be run to warm up. `refresh_graph` puts others in its place, and
+        the graph is then replayed; tokens of padding get any result, and store nothing.
+
+        Raises ContractError where the spec's graph level allows no such step.
+        """
+        level = min(each.graph for each in self.layer_specs)
+        sizes = GraphSizes(
+            level=level if num_tokens is not None else min(level, GraphLevel.DECODE),
+            num_seqs=num_seqs,
+            num_tokens=num_seqs if num_tokens is None else num_tokens,
+            max_kv_len=max_kv_len,
+            tree_mask=all(each.tree_mask for each in self.layer_specs) and num_tokens not in (None, num_seqs),
+        )
+        graph = GraphBatch(self.table, sizes)
+        return Plan(
+            runtime=self,
+            batch=graph.batch,
+            steps=tuple(
+                backend.init_graph(graph.batch.of_pool(pool))
+                for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
+            ),
+            num_frees=self.table.num_frees,
+            graph=graph,
+        )
+
+    def refresh_graph(self, plan: Plan, batch: Batch) -> None:
+        """Puts a step into a plan of `init_graph`, in place: replay the graph then.
+
+        batch: what `extend` returned last. Its first token is the graph's first; the others follow, padding last.
+
+        Raises ContractError, and changes nothing, for a step that the graph does not serve, or that is not the last.
+        """
+        if not isinstance(plan, Plan) or plan.runtime is not self or plan.graph is None:
+            raise ContractError("refresh_graph takes a plan that this runtime's init_graph returned.")
+        self._check_batch("refresh_graph", batch)
+        now = plan.graph.refresh(batch)
+        for step, pool in zip(plan.steps, self._pool_of_group, strict=True):
+            step.backend.refresh_graph(step.plan, now.of_pool(pool))
+
+    def _check_batch(self, method: str, batch: Batch) -> None:
+        if not isinstance(batch, Batch) or batch.host.table is not self.table:
+            raise ContractError(f"{method} takes what this runtime's extend returned, not a batch of another runtime.")
+        self.table.require_whole(batch.host)
 
     def run(
         self,

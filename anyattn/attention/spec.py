@@ -14,6 +14,10 @@ from anyattn.mem_cache.spec import CacheKind, CacheSpec
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, GraphLevel, KVLayout, dtype_name
 
 _KV_DTYPES = ("auto", *DTYPE_BYTES)
+_FLAGS = (
+    "kv_scale_per_head", "may_quantize_q", "may_quantize_probs", "causal", "sinks", "alibi", "tree_mask", "return_lse",
+    "deterministic",
+)  # fmt: skip
 _SMALLEST, _LARGEST = 1e-30, 1e30  # within what float32 products of scores keep
 
 
@@ -32,6 +36,9 @@ class AttentionSpec:
     kv_dtype: of the cache; "auto" is `dtype`.
     kv_scale_per_head: fp8 keys and values may have a scale for each KV head, float32 tensors [num_kv_heads], where
         otherwise one scale serves all heads of a layer. Not for MLA.
+    may_quantize_q, may_quantize_probs: whether a backend may round q, or the softmax's numerators, to the dtype of an
+        fp8 cache, so that its products run in fp8. What it costs in precision is the model's to bear, so none does it
+        unasked. Without an fp8 cache they change nothing.
     sm_scale: what scores are multiplied with; None is 1/sqrt(head_dim).
     causal: position p sees [0, p], aligned bottom-right; otherwise every token of the sequence.
     sliding_window: W sees (p - W, p], the token itself counted.
@@ -52,6 +59,8 @@ class AttentionSpec:
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"
     kv_scale_per_head: bool = False
+    may_quantize_q: bool = False
+    may_quantize_probs: bool = False
     sm_scale: float | None = None
     causal: bool = True
     sliding_window: int | None = None
@@ -155,7 +164,7 @@ class AttentionSpec:
             if not _SMALLEST < number < _LARGEST or isinstance(value, str):
                 raise SpecError(f"{name} must be a number from {_SMALLEST} to {_LARGEST}, or None: {value!r} given.")
             object.__setattr__(self, name, number)
-        for name in ("kv_scale_per_head", "causal", "sinks", "alibi", "tree_mask", "return_lse", "deterministic"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} must be True or False, not {getattr(self, name)!r}.")
 

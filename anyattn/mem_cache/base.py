@@ -20,6 +20,7 @@ from anyattn.types import (
     IntSet,
     KVLayout,
     Reason,
+    declared_json,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class AllocatorCapabilities:
 
     def __post_init__(self) -> None:
         _check_declaration(self, page_sizes=IntSet)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; see `types.declared_json`."""
+        return declared_json(self)
 
     def reject_reasons(self, device_kind: str, page_size: int | None = None) -> list[Reason]:
         """All reasons against this allocator; without a page size, those that hold at every page size."""
@@ -85,6 +90,10 @@ class PoolCapabilities:
         _check_declaration(self, kind=str, kv_dtypes=frozenset, layouts=tuple, per_head_scales=bool, joined_layers=bool)
         if self.kind not in CACHE_KINDS:
             raise ContractError(f"PoolCapabilities: kind cannot be {self.kind!r}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; see `types.declared_json`."""
+        return declared_json(self)
 
     def reject_reasons(
         self,

@@ -104,12 +104,12 @@ class StepView:
 
     def page_rows(self) -> Int32s:
         """Page ids of each sequence on the host: [num_seqs, max_pages], padded with the null page."""
-        self._require_current()
+        self.require_current()
         return self.table.page_rows(self.rows, self.num_pages)
 
     def out_slots(self) -> torch.Tensor:
         """[num_new_tokens], int64, on the device: where each new token is stored."""
-        self._require_current()
+        self.require_current()
         if self.one_each:  # 8 bytes a sequence: less than a kernel's launch
             return to_device([self.last_slots.copy()], self.table.device_table.device, wide=1)[0]
         device = self.table.device_table.device
@@ -123,7 +123,7 @@ class StepView:
 
     def tensors(self) -> StepTensors:
         """The step on the device, in one asynchronous copy, which also brings the table there up to date."""
-        self._require_current()
+        self.require_current()
         page_table, mappings, arrays = self.table.send(
             [self.rows, self.prefix_lens, self.kv_lens, self.qo_indptr, self.kv_indptr, self.kv_last_page_len]
         )
@@ -138,6 +138,7 @@ class StepView:
             kv_last_page_len=arrays[5],
         )
 
-    def _require_current(self) -> None:
+    def require_current(self) -> None:
+        """Raises ContractError when the table has changed since."""
         if self.version != self.table.version:
             raise ContractError("the table has changed since this step: ask for a step's tensors right after extend.")

@@ -29,6 +29,14 @@ ASKED = {
     "dtype": ({"dtype": "float16"}, {}),
     "kv_dtype": ({"kv_dtype": "float8_e4m3fn"}, {}),
     "kv_scale_per_head": ({"kv_dtype": "float8_e4m3fn", "kv_scale_per_head": True}, {}),
+    "may_quantize_q": (
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtypes": frozenset({"float8_e4m3fn"}), "quantizes_q": True},
+    ),
+    "may_quantize_probs": (
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtypes": frozenset({"float8_e4m3fn"}), "quantizes_probs": True},
+    ),
     "sm_scale": None,  # every backend takes any scale
     "causal": ({"causal": False}, {}),
     "sliding_window": ({"sliding_window": 128}, {}),
@@ -90,6 +98,20 @@ def test_scales_for_each_head_are_refused_where_only_one_for_all_is_declared():
     }
     assert reasons(spec, capabilities=dataclasses.replace(served, per_head_scales=True)) == {}
     assert reasons(spec)["kv_dtype"].remedy == "set kv_dtype='auto' and kv_scale_per_head=False"
+
+
+def test_what_is_rounded_to_fp8_has_to_be_allowed_and_only_where_the_cache_is_fp8():
+    rounds = dataclasses.replace(
+        BARE, kv_dtypes=frozenset({"float8_e4m3fn"}), quantizes_q=True, quantizes_probs=True
+    )
+    fp8 = SPEC.replace(kv_dtype="float8_e4m3fn")
+    assert {f: r.remedy for f, r in reasons(fp8, capabilities=rounds).items()} == {
+        "may_quantize_q": "set may_quantize_q=True",
+        "may_quantize_probs": "set may_quantize_probs=True",
+    }
+    assert reasons(fp8.replace(may_quantize_q=True, may_quantize_probs=True), capabilities=rounds) == {}
+    assert reasons(SPEC, capabilities=rounds) == {}
+    assert reasons(SPEC.replace(may_quantize_q=True)) == {}
 
 
 def test_pages_of_joined_layers_are_refused_unless_strided_pages_are_declared():
