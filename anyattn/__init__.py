@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from anyattn.errors import PluginLoadError as PluginLoadError
     from anyattn.errors import SpecError as SpecError
     from anyattn.errors import StorageError as StorageError
+    from anyattn.mem_cache.base import AllocatorCapabilities as AllocatorCapabilities
+    from anyattn.mem_cache.base import KVAllocator as KVAllocator
+    from anyattn.mem_cache.base import KVPool as KVPool
+    from anyattn.mem_cache.base import PoolCapabilities as PoolCapabilities
     from anyattn.mem_cache.file_tier import FileTier as FileTier
     from anyattn.mem_cache.host_tier import HostTier as HostTier
     from anyattn.mem_cache.prefix_cache import PrefixCache as PrefixCache
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from anyattn.wiring import create_runtime as create_runtime
 
 _HOMES = {
+    "AllocatorCapabilities": "anyattn.mem_cache.base",
     "AnyattnError": "anyattn.errors",
     "AttentionBackend": "anyattn.attention.backend",
     "AttentionRuntime": "anyattn.attention.runtime",
@@ -51,11 +56,14 @@ _HOMES = {
     "FileTier": "anyattn.mem_cache.file_tier",
     "GraphLevel": "anyattn.types",
     "HostTier": "anyattn.mem_cache.host_tier",
+    "KVAllocator": "anyattn.mem_cache.base",
+    "KVPool": "anyattn.mem_cache.base",
     "NoBackendError": "anyattn.errors",
     "NoDeviceError": "anyattn.errors",
     "OutOfPagesError": "anyattn.errors",
     "Platform": "anyattn.platforms.base",
     "PluginLoadError": "anyattn.errors",
+    "PoolCapabilities": "anyattn.mem_cache.base",
     "PrefixCache": "anyattn.mem_cache.prefix_cache",
     "ProbeResult": "anyattn.platforms.base",
     "Selection": "anyattn.attention.selection",

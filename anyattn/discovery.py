@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -176,7 +177,7 @@ def _choose_device(detection: Detection, wanted: str | None) -> Platform:
     """
     found = "; ".join(f"{d} ({'; '.join(d.problems) or 'usable'})" for d in detection.devices) or "nothing"
     matching = [d for d in detection.devices if wanted is None or wanted in device_names(d)]
-    matching.sort(key=lambda device: device.kind != wanted)  # an emulated device may be "cpu" to torch
+    matching.sort(key=lambda device: device.kind != (wanted or "").partition(":")[0])  # others may be "cpu" to torch
     usable = [device for device in matching if not device.problems]
     if usable:
         return usable[0]
@@ -245,27 +246,32 @@ def _capabilities(plugins: PluginManager, offer: Offer, base: type[Any], declare
     loaded = plugins.load(offer)
     if loaded is None:
         return None
+    try:
+        misfit = contained(_misfit, loaded, base, declared)
+    except Exception as error:
+        misfit = f"cannot be read: {describe(error)}"
+    if misfit is not None:
+        plugins.report(f"{offer.name!r} of {offer.owner}: {offer.target} {misfit}.", plugin=offer.plugin)
+        return None
+    return loaded.capabilities
+
+
+def _misfit(loaded: Any, base: type[Any], declared: type[Any]) -> str | None:
+    """What is wrong with an offered class; None where nothing is."""
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        text = f"{offer.name!r} of {offer.owner}: {offer.target} is no subclass of {base.__name__}."
-        plugins.report(text, plugin=offer.plugin)
-        return None
+        return f"is no subclass of {base.__name__}"
     if missing := missing_methods(loaded):
-        text = f"{offer.name!r} of {offer.owner} lacks {', '.join(missing)} of {base.__name__}."
-        plugins.report(text, plugin=offer.plugin)
-        return None
+        return f"lacks {', '.join(missing)} of {base.__name__}: implement {'it' if len(missing) == 1 else 'them'}"
     if wrong := wrong_signatures(loaded, base):
-        text = f"{offer.name!r} of {offer.owner} does not fit {base.__name__}: {'; '.join(wrong)}."
-        plugins.report(text, plugin=offer.plugin)
-        return None
+        return f"has methods that do not fit {base.__name__}: {'; '.join(wrong)}"
     capabilities = getattr(loaded, "capabilities", None)
     if not isinstance(capabilities, declared):
-        text = f"{offer.name!r} of {offer.owner} has no capabilities of type {declared.__name__}."
-        plugins.report(text, plugin=offer.plugin)
-        return None
+        return f"has no capabilities of type {declared.__name__}: set capabilities = {declared.__name__}(...) in it"
     try:
-        contained(capabilities.to_json)
+        json.dumps(capabilities.to_json(), allow_nan=False)
     except Exception as error:
-        text = f"{offer.name!r} of {offer.owner}: its capabilities cannot be serialised: {describe(error)}"
-        plugins.report(text, error, plugin=offer.plugin)
-        return None
-    return capabilities
+        return (
+            f"has capabilities without a JSON form ({describe(error)}): their fields hold numbers, texts, tuples and "
+            "frozensets of them, and IntSets"
+        )
+    return None

@@ -30,6 +30,7 @@ PROVIDES = {
     "xpu": {"vllm-xpu-kernels"},
     "apple": {"mlx", "torch"},
     "transformers": {"torch", "transformers", "gguf", "tokenizers", "accelerate"},
+    "kit": {"pytest", "torch"},
     "bench": {"matplotlib"},
     "test": {"pytest", "hypothesis", "pytest-xdist", "transformers"},
     "dev": {"ruff", "mypy", "pytest"},

@@ -69,9 +69,10 @@ class AttentionBackend(ABC):
         batch: as large as the graph's steps can be, at first without any sequence. Its tensors stay where they are:
             before each replay they hold that step, padded with sequences without tokens (`qo_indptr` and `kv_indptr`
             are flat there, `kv_lens` 0, the block table names the null page). Its numbers (`num_seqs`, `num_tokens`,
-            `max_qo_len`, `max_kv_len`) hold for every step.
+            `max_qo_len`, `max_kv_len`) hold for every step; its `host` is that of the step without sequences.
 
-        Whatever `run` reads from the plan must stay where it is too. Rows of padding may get any result.
+        Whatever `run` reads from the plan on the device must stay where it is too, and what it computes on the host is
+        in the graph for good. Rows of padding may get any result, and must not reach others.
         """
         raise ContractError(self._no_graph("init_graph"))
 

@@ -54,42 +54,57 @@ class GraphSizes:
             )
         if self.level == GraphLevel.UNIFORM and self.num_tokens % self.num_seqs:
             raise ContractError(
-                f"a graph of level uniform has as many tokens for each sequence: {self.num_tokens} do not divide by "
-                f"{self.num_seqs}."
+                f"a graph of level uniform has as many tokens for each sequence, and {self.num_tokens} cannot be "
+                f"divided among {self.num_seqs}: pass a multiple of num_seqs, or ask for AttentionSpec(graph='always')."
             )
         if self.tree_mask and self.level == GraphLevel.ALWAYS:
-            raise ContractError("a graph with tree_mask has as many tokens for each sequence: ask for graph='uniform'.")
+            raise ContractError(
+                "a graph with tree masks has as many tokens for each sequence: ask for AttentionSpec(graph='uniform')."
+            )
+        if self.level != GraphLevel.ALWAYS and self.max_qo_len > self.max_kv_len:
+            raise ContractError(
+                f"max_kv_len counts the new tokens too: {self.max_kv_len} do not hold the {self.max_qo_len} of each "
+                "sequence."
+            )
 
     @property
     def max_qo_len(self) -> int:
         """Most new tokens of one sequence; below level always, what each of them has."""
-        return self.num_tokens if self.level == GraphLevel.ALWAYS else self.num_tokens // self.num_seqs
+        if self.level == GraphLevel.ALWAYS:
+            return min(self.num_tokens, self.max_kv_len)
+        return self.num_tokens // self.num_seqs
 
     def require(self, batch: Batch) -> None:
         """Raises ContractError for a step that the graph does not serve."""
         lens, most = batch.host.qo_lens, self.max_qo_len
         if batch.num_seqs > self.num_seqs or batch.num_tokens > self.num_tokens:
             raise ContractError(
-                f"the graph serves {self.num_seqs} sequences with {self.num_tokens} new tokens, and the batch has "
-                f"{batch.num_seqs} with {batch.num_tokens}: capture a larger one."
+                f"the graph serves up to {self.num_seqs} sequences with {self.num_tokens} new tokens, and the batch "
+                f"has {batch.num_seqs} with {batch.num_tokens}: capture a larger one, or run this step without it."
             )
         if batch.max_kv_len > self.max_kv_len:
             raise ContractError(
-                f"the graph serves sequences of {self.max_kv_len} tokens, and one has {batch.max_kv_len}: capture one "
-                "with a larger max_kv_len."
+                f"the graph serves sequences of up to {self.max_kv_len} tokens, and one has {batch.max_kv_len}: "
+                "capture one with a larger max_kv_len, or run this step without it."
             )
         if self.level != GraphLevel.ALWAYS and (lens != most).any():
             other = int(lens[lens != most][0])
             raise ContractError(
-                f"the graph serves {most} new token{'s' * (most > 1)} for each sequence, and one has {other}: run this "
-                "step without the graph."
+                f"the graph serves {most} new token{'s' * (most > 1)} for each sequence, and one has {other}: capture "
+                "one for that, or run this step without it."
+            )
+        if batch.tree_masks is not None and not self.tree_mask:
+            raise ContractError(
+                "the graph has no tree masks, and the batch brings some: capture one with several new tokens for each "
+                "sequence, or run this step without it."
             )
 
 
 class GraphBatch:
     """The tensors of a graph's steps, and the batch that names them.
 
-    batch: padded to `sizes`; at first without any sequence. Its tensors are never replaced.
+    batch: padded to `sizes`; its tensors are never replaced. Its `host` is that of the step without any sequence with
+        which it begins. host: of the step that the tensors hold.
     """
 
     def __init__(self, table: PageTable, sizes: GraphSizes) -> None:
@@ -116,13 +131,14 @@ class GraphBatch:
                 causal = torch.ones(sizes.max_qo_len, sizes.max_qo_len, dtype=torch.bool, device=device).tril()
                 self._causal = causal
                 self._masks = causal.repeat(num_seqs, 1, 1)
+            tree_masks = None if self._masks is None else self._masks.unbind()
         self._buffers = [first, *others]
         none = np.zeros(0, dtype=np.int64)
         empty = StepView(
             table=table, version=table.version, seqs=none, rows=none, prefix_lens=none, kv_lens=none, num_pages=none,
             last_slots=none, one_each=False,
         )  # fmt: skip
-        decode = sizes.max_qo_len == 1
+        decode = sizes.level != GraphLevel.ALWAYS and sizes.max_qo_len == 1
         full = Batch(
             page_size=table.page_size,
             num_seqs=num_seqs,
@@ -135,27 +151,33 @@ class GraphBatch:
             kv_indptr=first.kv_indptr,
             kv_last_page_len=first.kv_last_page_len,
             positions=first.positions,
-            tree_masks=None if self._masks is None else tuple(self._masks.unbind()),
+            tree_masks=tree_masks,
             host=_padded(empty, num_seqs),
             **_pages_of(first),
         )
         self.batch = replace(full, windows=tuple(replace(full, **_pages_of(each)) for each in others))
+        self.host = self.batch.host
 
     def refresh(self, batch: Batch) -> Batch:
         """Writes a step into the tensors; returns `self.batch` with the step's host view, padded likewise.
 
-        Raises ContractError, before anything is written, for a step that does not fit.
+        Raises ContractError, before anything is written, for a step that does not fit or is not the table's last.
         """
         self.sizes.require(batch)
+        if batch.host.version != self._table.version:
+            raise ContractError(
+                "sequences were extended, freed or otherwise changed since this step was made: refresh a graph right "
+                "after the step's extend."
+            )
         view = _padded(batch.host, self.sizes.num_seqs)
-        batch.host.require_current()
         page_table, mappings, (sent,) = self._table.send([_joined([getattr(view, name) for name in _SENT])])
         self._sent.copy_(sent)
         for buffers, mapping in zip(self._buffers, [None, *mappings], strict=True):
             buffers.fill(page_table, self._table.page_size, mapping)
-        if self._masks is not None:
+        if self._masks is not None and batch.num_seqs:
             given = batch.tree_masks or [None] * batch.num_seqs
             self._masks[: batch.num_seqs].copy_(torch.stack([self._causal if m is None else m for m in given]))
+        self.host = view
         now = replace(self.batch, host=view)
         return replace(now, windows=tuple(replace(each, host=view) for each in self.batch.windows))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from anyattn.attention.pages import holds, page_size_for_every_layout, pages_worth_trying, refusal
 from anyattn.attention.selection import BackendCandidate, Candidates, Preference, StorageVerdict, Verdict
 from anyattn.attention.spec import AttentionSpec
-from anyattn.errors import ContractError
+from anyattn.errors import ContractError, contained
 from anyattn.mem_cache.base import PoolCapabilities
 from anyattn.platforms.base import Platform
 from anyattn.types import ROLES, TYPICAL_LOAD, Reason, Role
@@ -36,28 +37,14 @@ def _verdict(
     reasons = [
         *_device_reasons(platform),
         *([] if assumed else (_for_device(reason, platform) for reason in candidate.missing)),
-        *capabilities.reject_reasons(
-            spec,
-            platform,
-            role,
-            page_size=preference.page_size,
-            layout=preference.layout,
-            joined_layers=preference.joined_layers,
-        ),
+        *_declared_reasons(candidate, spec, platform, role, preference),
     ]
     priority = 0.0
     if not reasons:  # a priority is a function of what the backend serves, so it is asked for nothing else
         try:
             priority = capabilities.priority_for(platform, spec, role, TYPICAL_LOAD)
         except ContractError as error:
-            reasons.append(
-                Reason(
-                    field="priority",
-                    wanted="a number",
-                    supported=str(error),
-                    remedy=f"report it to {candidate.distribution}",
-                )
-            )
+            reasons.append(_broken("priority", "a number", str(error), candidate))
     return Verdict(
         name=candidate.name,
         distribution=candidate.distribution,
@@ -67,6 +54,26 @@ def _verdict(
         installed=not candidate.missing,
         reasons=tuple(reasons),
     )
+
+
+def _declared_reasons(
+    candidate: BackendCandidate, spec: AttentionSpec, platform: Platform, role: Role, preference: Preference
+) -> list[Reason]:
+    """What the declaration says. A plugin's own kind of declaration that fails is a reason too."""
+    judged = partial(
+        candidate.capabilities.reject_reasons,
+        page_size=preference.page_size,
+        layout=preference.layout,
+        joined_layers=preference.joined_layers,
+    )
+    try:
+        return contained(lambda: list(judged(spec, platform, role)))  # type: ignore[no-any-return]
+    except Exception as error:
+        return [_broken("capabilities", "reasons", f"{type(error).__name__}: {error}", candidate)]
+
+
+def _broken(field: str, wanted: str, found: str, candidate: BackendCandidate) -> Reason:
+    return Reason(field=field, wanted=wanted, supported=found, remedy=f"report it to {candidate.distribution}")
 
 
 def _device_reasons(platform: Platform) -> Iterator[Reason]:

@@ -133,7 +133,8 @@ class AttentionRuntime:
         max_kv_len: most tokens of a sequence, the new ones included.
 
         It holds a step without sequences, which may be run to warm up. `refresh_graph` puts others in its place, and
-        the graph is then replayed; tokens of padding get any result, and store nothing.
+        the graph is then replayed; tokens of padding get any result, and store nothing. `run` takes `num_tokens` rows,
+        in tensors that stay where they are.
 
         Raises ContractError where the spec's graph level allows no such step.
         """
@@ -161,6 +162,9 @@ class AttentionRuntime:
         """Puts a step into a plan of `init_graph`, in place: replay the graph then.
 
         batch: what `extend` returned last. Its first token is the graph's first; the others follow, padding last.
+
+        Does not wait for the device: call it on the stream of the replays. A replay stores at the slots of the step
+        that was put in last, so that each wants a refresh before it once sequences have changed.
 
         Raises ContractError, and changes nothing, for a step that the graph does not serve, or that is not the last.
         """
@@ -298,7 +302,7 @@ class AttentionRuntime:
         if plan.runtime is not self:
             raise ContractError("the plan is another runtime's: plan the batch with this one.")
         if plan.num_frees != self.table.num_frees:
-            self.table.require_whole(plan.batch.host)
+            self.table.require_whole(plan.batch.host if plan.graph is None else plan.graph.host)
 
     def _check_inputs(
         self,

@@ -240,6 +240,8 @@ class TorchNativeBackend(AttentionBackend):
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block) -> torch.Tensor:
         """q: [num_queries, num_qo_heads, dim]. k, v: [num_keys, num_kv_heads, dim]."""
         num_queries, heads, group = q.shape[0], self.spec.num_kv_heads, self.spec.group_size
+        if self._flash_only and not _is_aligned(q):  # the kernel takes it all the same, and reads where it must not
+            q = q.contiguous()
         if num_queries == 1:
             folded = q.reshape(1, heads, group, -1)
             k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)  # [1, heads, num_keys, dim]
@@ -280,3 +282,9 @@ class TorchNativeBackend(AttentionBackend):
         result = torch.bmm(weights.view(heads, group * num_queries, num_keys), v.transpose(0, 1))
         result = result.view(heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
         return result, lse.squeeze(-1).permute(2, 0, 1).flatten(1, 2)
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])

@@ -1,6 +1,7 @@
-"""The command line: `anyattn doctor`, `backends`, `plugins`, `generate`. Exit code 0 only when the answer is yes.
+"""The command line: `anyattn doctor`, `backends`, `generate`, `plugins`, `verify`, `new-plugin`.
 
-One file a command. Nothing here imports torch before a model has to be loaded.
+One file a command. The exit code is 0 only when the answer is yes. Nothing here imports torch before a model has to be
+loaded or checks are made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from anyattn.cli import backends, doctor, generate, plugins
+from anyattn.cli import backends, doctor, generate, new_plugin, plugins, verify
 from anyattn.cli.output import Answered, installed_version, show_error, show_json
 from anyattn.errors import AnyattnError
 
@@ -28,6 +29,8 @@ app.command()(doctor.doctor)
 app.command()(backends.backends)
 app.command()(generate.generate)
 app.command()(plugins.plugins)
+app.command()(verify.verify)
+app.command()(new_plugin.new_plugin)
 
 
 def _version(wanted: bool) -> None:

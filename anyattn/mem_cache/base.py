@@ -155,7 +155,8 @@ class Extension:
     """What `KVAllocator.extend` took for a batch; arrays of the allocator's engine.
 
     indptr: [num_seqs + 1], int32, where each sequence's new pages begin in `pages`.
-    pages: [indptr[-1] or more], int32, new page ids, sequence by sequence.
+    pages: [indptr[-1]], int32, new page ids, sequence by sequence; on the device, where that number is not known, more
+        may follow.
     copied_from: [num_seqs], int32, the page whose KV data goes into the sequence's first new page, which then stands
         in its place; the null page where nothing is copied.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from anyattn.errors import contained
 from anyattn.plugins.isolation import describe
 
 
@@ -16,26 +17,37 @@ def missing_methods(implementation: type[Any]) -> list[str]:
 def wrong_signatures(implementation: type[Any], base: type[Any]) -> list[str]:
     """In words, each method of `base` that the class has replaced by one that cannot be called in its place.
 
-    A replacement may name positional parameters as it likes, and have more of them where they have defaults.
+    A replacement may name positional parameters as it likes, and have more of them where they have defaults. It may be
+    a static or class method, or any other object that can be called; one whose parameters cannot be told is let pass.
     """
     wrong = []
     for name, method in vars(base).items():
-        theirs = getattr(implementation, name, None)
-        is_method = inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))
-        if is_method and theirs is not None and theirs is not method and (text := _wrong(method, theirs)):
+        if not inspect.isfunction(method) or (name.startswith("_") and name != "__init__"):
+            continue
+        theirs = inspect.getattr_static(implementation, name, method)
+        if theirs is not method and (text := _wrong(method, implementation, name, theirs)):
             wrong.append(f"{name}: {text}")
     return wrong
 
 
-def _wrong(method: Any, theirs: Any) -> str | None:
-    """theirs: the attribute of the class, so that it is called with an instance first, unless it is a static method."""
-    wanted = inspect.signature(method)
-    positional = [p for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = [p for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY]
+def _wrong(method: Any, implementation: type[Any], name: str, theirs: Any) -> str | None:
+    """theirs: what the class holds under the name, before any descriptor turns it into what is called."""
     try:
-        signature = inspect.signature(theirs)
-    except (TypeError, ValueError):  # written in C, it has none
-        return None if callable(theirs) else f"it is a {type(theirs).__name__}, not a method"
+        called = contained(getattr, implementation, name)
+    except Exception as error:
+        return f"it cannot be read: {describe(error)}"
+    if not callable(called):
+        return f"it is {'None' if called is None else f'of type {type(called).__name__}'}, not a method"
+    try:
+        signature: inspect.Signature = contained(inspect.signature, called)
+    except Exception:  # written in C, it has none, and a plugin's own may be broken
+        return None
+    # A function, or what binds like one, is given the instance first; other objects, static and class methods are not.
+    takes_instance = hasattr(type(theirs), "__get__") and not isinstance(theirs, staticmethod | classmethod)
+    wanted = inspect.signature(method)
+    parameters = list(wanted.parameters.values())[0 if takes_instance else 1 :]
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     try:
         for optional in (True, False):
             signature.bind(
@@ -43,5 +55,12 @@ def _wrong(method: Any, theirs: Any) -> str | None:
                 **{p.name: None for p in named if optional or p.default is p.empty},
             )
     except TypeError as error:
-        return f"it is {signature}, which cannot be called as {wanted}: {describe(error).partition(': ')[2]}"
+        asked = _bare(wanted.replace(parameters=parameters))
+        return f"it is {_bare(signature)}, which cannot be called as {asked}: {error}"
     return None
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """Without annotations, which nothing here depends on."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))

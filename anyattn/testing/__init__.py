@@ -1,1 +1,1 @@
-"""The compliance kit: whether a backend computes what it declares. `python -m anyattn.testing PKG.MODULE:Backend`."""
+"""The compliance kit: whether a backend, allocator, pool or platform is what it declares. `anyattn verify TARGET`."""

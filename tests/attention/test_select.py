@@ -52,6 +52,26 @@ def test_priority_may_follow_from_facts_spec_and_role():
     assert (found.prefill, found.decode) == ("b", "a")
 
 
+class Raising(Capabilities):
+    """A plugin's own kind of declaration, which fails."""
+
+    def reject_reasons(self, *arguments, **named):
+        raise KeyError("boom")
+
+
+def test_a_declaration_that_fails_is_a_reason_against_its_backend_alone():
+    good = backend("good")
+    broken = dataclasses.replace(backend("broken", priority=9), capabilities=Raising(**fields_of(good.capabilities)))
+    found = select(SPEC, CPU, candidates(broken, good))
+    assert (found.prefill, found.decode) == ("good", "good")
+    text = "broken: capabilities: wanted reasons, supported KeyError: 'boom'; report it to broken-dist"
+    assert text in found.explain()
+
+
+def fields_of(declared):
+    return {field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)}
+
+
 def test_prefill_and_decode_agree_on_page_size_and_layout():
     found = select(
         SPEC,

@@ -1,7 +1,10 @@
 """What an NVIDIA GPU can run, run on it: `pytest -m cuda`. FlashInfer compiles its kernels at their first use."""
 
+import dataclasses
 import importlib.metadata
 import secrets
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +14,52 @@ from anyattn import discovery
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.hardware_backend.cuda.flashinfer import FlashInferBackend
-from anyattn.testing.cases import cases_for
-from anyattn.testing.numerics import check_case
+from anyattn.mem_cache.allocator import PagedAllocator
+from anyattn.mem_cache.device_allocator import DeviceAllocator
+from anyattn.mem_cache.pool import MHAPool, MLAPool
+from anyattn.mem_cache.sparse_pools import DSAPool, IndexKPool
+from anyattn.platforms.simulated import H200
+from anyattn.testing.check import CannotRunError
+from anyattn.testing.suite import checks_for
+from anyattn.testing.target import Target
 
 pytestmark = pytest.mark.cuda
 
-BACKENDS = [FlashInferBackend, ReferenceBackend, TorchNativeBackend]
-CASES = [
-    pytest.param(backend, case, id=f"{backend.__name__} {case.name}")
-    for backend in BACKENDS
-    for case in cases_for(backend.capabilities)
-]
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "examples" / "anyattn-example-plugin"))
+from anyattn_example_plugin.backend import ExampleBackend  # noqa: E402
+
+
+class GraphsOnCUDA(ExampleBackend):
+    """The example's backend, whose operators a CUDA graph can capture."""
+
+    capabilities = dataclasses.replace(ExampleBackend.capabilities, device_kinds=frozenset({"cuda"}))
+
+
+TARGETS = {
+    "flashinfer": ("backend", FlashInferBackend),
+    "reference": ("backend", ReferenceBackend),
+    "torch_native": ("backend", TorchNativeBackend),
+    "graphs": ("backend", GraphsOnCUDA),
+    "paged": ("allocator", PagedAllocator),
+    "device": ("allocator", DeviceAllocator),
+    "mha": ("pool", MHAPool),
+    "mla": ("pool", MLAPool),
+    "dsa": ("pool", DSAPool),
+    "index_k": ("pool", IndexKPool),
+}
+SIM_H200 = dataclasses.replace(H200, simulated=False, torch_device="cuda:0")  # the checks' names follow from facts
+
+
+def checks():
+    for name, (kind, tested) in TARGETS.items():
+        place = f"{tested.__module__}:{tested.__qualname__}"
+        target = Target(kind=kind, name=name, place=place, loaded=tested)
+        for check in checks_for(target, SIM_H200):
+            if check.tier != "contract":
+                yield pytest.param(name, check.id, id=f"{name} {check.id}")
+
+
 GQA = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 
 
@@ -38,13 +76,26 @@ def flashinfer_is_installed():
         pytest.skip("needs flashinfer-python")
 
 
-@pytest.mark.parametrize(("backend", "case"), CASES)
-def test_a_backend_is_right_in_every_case_that_it_declares(gpu, backend, case, request):
-    if backend is FlashInferBackend:
+@pytest.fixture(scope="module")
+def checks_here(gpu):
+    """By target and id, for the device that is here."""
+    return {
+        (name, check.id): check
+        for name, (kind, tested) in TARGETS.items()
+        for check in checks_for(Target(kind=kind, name=name, place=f"{tested.__module__}:_", loaded=tested), gpu)
+    }
+
+
+@pytest.mark.parametrize(("name", "check_id"), list(checks()))
+def test_what_a_declaration_says_holds_on_the_device(checks_here, name, check_id, request):
+    if name == "flashinfer":
         request.getfixturevalue("flashinfer_is_installed")
     seed = secrets.randbelow(1 << 31)
-    result = check_case(backend, case, gpu, seed)
-    assert result.failure is None, f"seed {seed}: {result.failure}"
+    print("seed", seed)
+    try:
+        checks_here[name, check_id].run(seed)
+    except CannotRunError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.usefixtures("flashinfer_is_installed")

@@ -12,6 +12,7 @@ HOOK = "\n@anyattn.hookimpl\ndef anyattn_{}():\n    "
 BACKENDS = """
 import dataclasses
 from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.torch_native import TorchNativeBackend
 
 
@@ -27,6 +28,69 @@ class Lacking(AttentionBackend):
 class Undeclared(AttentionBackend):
     plan = TorchNativeBackend.plan
     run = TorchNativeBackend.run
+
+
+class WithoutPlan(TorchNativeBackend):
+    def run(self, q, kv, out, *, sinks=None, alibi_slopes=None):
+        pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Private(Capabilities):
+    handle: object = dataclasses.field(default_factory=object)
+
+
+class Unwritable(TorchNativeBackend):
+    capabilities = Private(
+        **{field.name: getattr(Good.capabilities, field.name) for field in dataclasses.fields(Capabilities)}
+    )
+
+
+class Unreadable(type(TorchNativeBackend)):
+    @property
+    def capabilities(cls):
+        raise SystemExit(3)
+
+
+class Exiting(AttentionBackend, metaclass=Unreadable):
+    plan = TorchNativeBackend.plan
+    run = TorchNativeBackend.run
+"""
+
+STORAGE = """
+import dataclasses
+from anyattn.mem_cache.allocator import PagedAllocator
+from anyattn.mem_cache.base import AllocatorCapabilities, PoolCapabilities
+from anyattn.mem_cache.pool import MHAPool
+from anyattn.types import ANY_INT
+
+
+class WithoutDevice(PagedAllocator):
+    def __init__(self, num_pages, page_size, *, debug=False):
+        pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateAllocator(AllocatorCapabilities):
+    handle: object = dataclasses.field(default_factory=object)
+
+
+class UnwritableAllocator(PagedAllocator):
+    capabilities = PrivateAllocator(page_sizes=ANY_INT)
+
+
+class WithoutSlots(MHAPool):
+    def store(self, layer, k, v):
+        pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivatePool(PoolCapabilities):
+    handle: object = dataclasses.field(default_factory=object)
+
+
+class UnwritablePool(MHAPool):
+    capabilities = PrivatePool(kind="mha", kv_dtypes=frozenset({"float32"}))
 """
 
 PROBES = """
@@ -55,6 +119,7 @@ number = 3
 """
 
 CLASH = "'same' is offered by plugin clash_one (clash_one 1.0) and plugin clash_two (clash_two 1.0); none is used"
+UNWRITABLE = "has capabilities without a JSON form (TypeError: Object of type object is not JSON serializable): their "
 NO_NAME = "has no METADATA that names a distribution: delete that folder, then run `pip install --force-reinstall "
 
 LOADED_IN_PART = {
@@ -72,6 +137,27 @@ LOADED_IN_PART = {
     "no_allocator": ("kv_allocators", "return {'a1': 'builtins:dict'}", "is no subclass of KVAllocator"),
     "no_method": ("attention_backends", "return {'b1': 'zoo_backends:Lacking'}", "lacks plan of AttentionBackend"),
     "undeclared": ("attention_backends", "return {'b2': 'zoo_backends:Undeclared'}", "has no capabilities of type"),
+    "wrong_signature": (
+        "attention_backends",
+        "return {'b3': 'zoo_backends:WithoutPlan'}",
+        "zoo_backends:WithoutPlan has methods that do not fit AttentionBackend: run: it is (self, q, kv, out, *, "
+        "sinks=None, alibi_slopes=None), which cannot be called as (self, q, kv, plan, out, *, sinks=None, "
+        "alibi_slopes=None): too many positional arguments",
+    ),
+    "wrong_constructor": (
+        "kv_allocators",
+        "return {'a2': 'zoo_storage:WithoutDevice'}",
+        "methods that do not fit KVAllocator: __init__: it is (self, num_pages, page_size, *, debug=False), which ",
+    ),
+    "wrong_store": ("kv_pools", "return {'p5': 'zoo_storage:WithoutSlots'}", "store: it is (self, layer, k, v), which"),
+    "unwritable": ("attention_backends", "return {'b4': 'zoo_backends:Unwritable'}", UNWRITABLE),
+    "unwritable_allocator": ("kv_allocators", "return {'a3': 'zoo_storage:UnwritableAllocator'}", UNWRITABLE),
+    "unwritable_pool": ("kv_pools", "return {'p6': 'zoo_storage:UnwritablePool'}", UNWRITABLE),
+    "unreadable": (
+        "attention_backends",
+        "return {'b5': 'zoo_backends:Exiting'}",
+        "zoo_backends:Exiting cannot be read: RuntimeError: SystemExit: 3",
+    ),
     "no_device": ("simulated_devices", "return {'s1': 'zoo_probes:good'}", "is no Platform with simulated=True"),
     "no_probe": ("platforms", "return {'number': 'zoo_probes:number'}", "the number probe of"),
     "clash_one": ("kv_pools", "return {'same': 'a:B'}", CLASH),
@@ -137,6 +223,7 @@ def zoo(site_at, tmp_path_factory):
     """The environment of a process that has all of these installed."""
     site = site_at(tmp_path_factory.mktemp("zoo"))
     site.module("zoo_backends", BACKENDS)
+    site.module("zoo_storage", STORAGE)
     site.module("zoo_probes", PROBES)
     good = HOOK.format("attention_backends") + "return {'good': 'zoo_backends:Good'}"
     site.plugin("good", good + HOOK.format("platforms") + "return {'good': 'zoo_probes:good'}", version="1.2")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.layouts import as_bytes
+from anyattn.types import NULL_PAGE
 
 if TYPE_CHECKING:
     import torch
@@ -78,15 +79,17 @@ def store_rows(
 
 def _write(view: torch.Tensor, stored: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
     """view: as of `layouts.tokens_view`, of numbers that torch can scatter. stored: [num_tokens, num_kv_heads, dim]."""
-    in_null_page = slots < page_size
-    # The null page is all zeros and has to stay so. A look at the slots costs nothing on the host; elsewhere it would
-    # be a sync, so that tokens without a place are stored there as zeros, of which several may meet.
-    if slots.device.type != "cpu" or bool(in_null_page.any()):
-        stored = stored.masked_fill(in_null_page[:, None, None], 0)
+    # The null page is all zeros and has to stay so. Whether a token goes there is not asked: the answer would be a
+    # sync, and in a captured graph for good. Such tokens become zeros, or the page does, whichever is cheaper.
+    masked = slots.shape[0] < page_size
+    if masked:
+        stored = stored.masked_fill((slots < page_size)[:, None, None], 0)
     num_pages, _, _, num_kv_heads, dim_hi, dim_lo = view.shape
     if view.is_contiguous():
         view.view(num_pages * page_size, num_kv_heads, dim_hi * dim_lo).index_copy_(0, slots, stored)
-        return
-    page, offset = slots // page_size, slots % page_size
-    piece = view.shape[2]
-    view[page, offset // piece, offset % piece] = torch.unflatten(stored, -1, (dim_hi, dim_lo))
+    else:
+        page, offset = slots // page_size, slots % page_size
+        piece = view.shape[2]
+        view[page, offset // piece, offset % piece] = torch.unflatten(stored, -1, (dim_hi, dim_lo))
+    if not masked:
+        view[NULL_PAGE].zero_()

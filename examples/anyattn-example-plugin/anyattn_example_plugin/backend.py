@@ -38,14 +38,13 @@ class ExampleBackend(AttentionBackend):
     def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None):
         token = torch.arange(plan.num_tokens, device=q.device)
         seq = torch.searchsorted(plan.qo_indptr[1:], token.int(), right=True).clamp(max=plan.num_seqs - 1)
-        k, v = (part[plan.block_table].flatten(1, 2) for part in (kv.k, kv.v))  # [num_seqs, max_kv_len, heads, dim]
+        k, v = (part[plan.block_table].flatten(1, 2)[seq] for part in (kv.k, kv.v))  # [num_tokens, keys, heads, dim]
         key = torch.arange(k.shape[1], device=q.device)
-        filled = key < plan.kv_lens[:, None]  # what lies behind a sequence's end may be NaN
-        k, v = (part.masked_fill(~filled[:, :, None, None], 0.0)[seq] for part in (k, v))
-        position = (plan.kv_lens - plan.qo_indptr[1:])[seq] + token
-        seen = key <= position[:, None]
+        position = ((plan.kv_lens - plan.qo_indptr[1:])[seq] + token)[:, None]  # aligned bottom-right
+        seen = key <= position
         if self.spec.sliding_window is not None:
-            seen &= key > position[:, None] - self.spec.sliding_window
+            seen &= key > position - self.spec.sliding_window
+        v = v.masked_fill(~seen[:, :, None, None], 0.0)  # what is not seen may be NaN, and 0 * NaN is NaN
         grouped = q.unflatten(1, (self.spec.num_kv_heads, self.spec.group_size))
         scores = torch.einsum("thgd,tkhd->thgk", grouped, k) * self.spec.scale
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
