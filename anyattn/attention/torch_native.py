@@ -241,7 +241,7 @@ class TorchNativeBackend(AttentionBackend):
         """q: [num_queries, num_qo_heads, dim]. k, v: [num_keys, num_kv_heads, dim]."""
         num_queries, heads, group = q.shape[0], self.spec.num_kv_heads, self.spec.group_size
         if self._flash_only and not _is_aligned(q):  # the kernel takes it all the same, and reads where it must not
-            q = q.contiguous()
+            q = q.clone(memory_format=torch.contiguous_format)
         if num_queries == 1:
             folded = q.reshape(1, heads, group, -1)
             k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)  # [1, heads, num_keys, dim]

@@ -24,8 +24,8 @@ from anyattn.settings import Settings
 from anyattn.testing.check import TIERS, Tier
 
 if TYPE_CHECKING:  # what runs checks is imported when checks are run: the other commands are quick without it
-    from anyattn.testing.report import Report, Run
-    from anyattn.testing.verification import Devices, Verification
+    from anyattn.testing.command.report import Report, Run
+    from anyattn.testing.command.verification import Devices, Verification
 
 _NEEDS = ("pytest>=8.2", "torch>=2.9")
 
@@ -77,9 +77,9 @@ def verify(
     """
     tiers = _tiers(tier)
     _require_packages()
-    from anyattn.testing.report import Report, Run
-    from anyattn.testing.verification import Devices
-    from anyattn.testing.xfails import ExpectedFailures
+    from anyattn.testing.command.report import Report, Run
+    from anyattn.testing.command.verification import Devices
+    from anyattn.testing.command.xfails import ExpectedFailures
 
     expected = None if xfails is None else ExpectedFailures.read(xfails)
     settings = Settings.from_env()
@@ -104,7 +104,7 @@ def verify(
     command += [part for name, value in options.items() if value is not None for part in (name, str(value))]
     command += [name for name, wanted in flags.items() if wanted]
     with stdout_on_stderr(), _progress(found) as progress:
-        from anyattn.testing.runner import run_checks
+        from anyattn.testing.command.runner import run_checks
 
         outcomes = run_checks(
             found, seed=drawn, expected=expected, junitxml=junitxml, exit_first=exit_first, started=progress
@@ -160,8 +160,8 @@ def _prepared(
     targets: Sequence[str], plugins: PluginManager, devices: Devices, tiers: Sequence[Tier], only: str, probe: bool
 ) -> list[Verification]:
     """Raises ContractError where not a single check is asked for."""
+    from anyattn.testing.command.verification import prepare
     from anyattn.testing.target import find_targets
-    from anyattn.testing.verification import prepare
 
     chosen = [target for text in dict.fromkeys(targets) for target in find_targets(text, plugins)]
     found = [prepare(target, devices, tiers=tiers, only=only, probe=probe) for target in chosen]
@@ -224,7 +224,7 @@ def _undeclared(found: Verification, seed: int) -> tuple[dict[str, Any], ...] | 
     """What works, or does not, though it is not declared; None where that could not be tried."""
     if found.target.kind != "backend" or found.device is None:
         return None
-    from anyattn.testing.undeclared import probe
+    from anyattn.testing.undeclared.probes import probe
 
     return tuple(
         {"field": tried.field, "value": tried.value, "works": tried.works, "note": tried.note}

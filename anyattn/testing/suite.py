@@ -15,7 +15,10 @@ def checks_for(target: Target, device: Platform | None) -> Iterator[Check]:
     device: where those run that need one; None for the contract tier alone.
     """
     if target.kind == "backend":
-        from anyattn.testing import backend_contract, determinism, graphs, numerics
+        from anyattn.testing.contract import backends as backend_contract
+        from anyattn.testing.graphs import checks as graphs
+        from anyattn.testing.numerics import checks as numerics
+        from anyattn.testing.numerics import determinism
 
         yield from backend_contract.checks(target)
         if device is not None:
@@ -23,18 +26,18 @@ def checks_for(target: Target, device: Platform | None) -> Iterator[Check]:
             yield from graphs.checks(target.loaded, device)
             yield from determinism.checks(target.loaded, device)
     elif target.kind == "allocator":
-        from anyattn.testing import allocators
+        from anyattn.testing.allocators import checks as allocators
 
         yield from allocators.contract_checks(target)
         if device is not None:
             yield from allocators.checks(target.loaded, device)
     elif target.kind == "pool":
-        from anyattn.testing import pools
+        from anyattn.testing.pools import checks as pools
 
         yield from pools.contract_checks(target)
         if device is not None:
             yield from pools.checks(target.loaded, device)
     else:
-        from anyattn.testing import platforms
+        from anyattn.testing.contract import platforms
 
         yield from platforms.checks(target)

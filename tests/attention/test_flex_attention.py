@@ -15,8 +15,9 @@ from anyattn import AttentionSpec, discovery
 from anyattn.attention import flex_attention
 from anyattn.attention.flex_attention import FlexAttentionBackend, FlexAttentionCPUBackend
 from anyattn.plugins.manager import PluginManager
-from anyattn.testing.cases import Case, cases_for
-from anyattn.testing.numerics import build_runtime, check_case
+from anyattn.testing.numerics.cases import Case, cases_for
+from anyattn.testing.numerics.checks import check_case
+from anyattn.testing.numerics.driver import build_runtime
 
 CPU = discovery.usable_device("cpu")
 # What torch says to whoever calls it without the compiler, which is what most of these tests are about.

@@ -18,7 +18,7 @@ from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.load_table import LoadTable
 from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.page_table import PageTable
-from anyattn.testing.capture import capture
+from anyattn.testing.graphs.capture import capture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "anyattn-example-plugin"
 DEVICE = Platform(

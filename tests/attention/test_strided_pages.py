@@ -13,8 +13,8 @@ from anyattn.attention.reference import ReferenceBackend, reference_attention
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.mem_cache.base import LayerKV
 from anyattn.mem_cache.layouts import page_shape
-from anyattn.testing.cases import Case
-from anyattn.testing.numerics import build_runtime
+from anyattn.testing.numerics.cases import Case
+from anyattn.testing.numerics.driver import build_runtime
 
 CPU = discovery.usable_device("cpu")
 SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32")

@@ -181,7 +181,8 @@ def test_what_needs_another_device_is_not_run_and_the_answer_is_no_unless_the_co
     assert ended.code == 1
     assert "1 passed, 0 failed, 0 skipped (contract 1)" in ended.out
     assert "numerics, memory, graph, determinism" in ended.out
-    assert ended.err.startswith("error: flashinfer: numerics, memory, graph, determinism did not run: it does not run on cpu")
+    tiers = "numerics, memory, graph, determinism"
+    assert ended.err.startswith(f"error: flashinfer: {tiers} did not run: it does not run on cpu")
     assert "use a device of kind cuda" in ended.err
     assert "`--tier contract` checks what needs no device" in ended.err
     document = json.loads(anyattn("verify", "flashinfer", "--json", "--device", "cpu").out)
@@ -248,7 +249,7 @@ def test_what_works_though_it_is_not_declared_is_shown(anyattn, checks, monkeypa
             tried(field="alibi", value="True", works=False, note="off by 3"),
         ]
 
-    monkeypatch.setitem(sys.modules, "anyattn.testing.undeclared", types.SimpleNamespace(probe=probe))
+    monkeypatch.setitem(sys.modules, "anyattn.testing.undeclared.probes", types.SimpleNamespace(probe=probe))
     checks(*GOOD)
     ended = anyattn("verify", "reference", "--probe-undeclared", "--tier", "contract", "--seed", "7")
     lines = rows(ended)

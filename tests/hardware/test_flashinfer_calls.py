@@ -13,8 +13,9 @@ import torch
 from anyattn import AttentionSpec, Platform
 from anyattn.attention.reference import reference_attention
 from anyattn.hardware_backend.cuda import flashinfer as adapter
-from anyattn.testing.cases import cases_for
-from anyattn.testing.numerics import build_runtime, check_case
+from anyattn.testing.numerics.cases import cases_for
+from anyattn.testing.numerics.checks import check_case
+from anyattn.testing.numerics.driver import build_runtime
 
 HOPPER = Platform(kind="cuda", vendor="nvidia", name="emulated", arch="sm90", torch_device="cpu")
 CASES = list(cases_for(adapter.FlashInferBackend.capabilities))

@@ -17,9 +17,9 @@ import anyattn
 from anyattn import AttentionSpec, GraphLevel, NoBackendError, discovery
 from anyattn.attention.reference import reference_attention
 from anyattn.plugins.manager import PluginManager
-from anyattn.testing.cases import cases_for
 from anyattn.testing.check import CannotRunError
-from anyattn.testing.numerics import check_case
+from anyattn.testing.numerics.cases import cases_for
+from anyattn.testing.numerics.checks import check_case
 from anyattn.testing.target import find_targets
 
 FROZEN = Path(__file__).parent / "frozen_v1" / "anyattn_frozen_v1"
@@ -97,7 +97,9 @@ def failed(checks):
 
 @pytest.mark.usefixtures("installed")
 def test_it_passes_the_kits_contract_tier():
-    from anyattn.testing import allocators, backend_contract, platforms
+    from anyattn.testing.allocators import checks as allocators
+    from anyattn.testing.contract import backends as backend_contract
+    from anyattn.testing.contract import platforms
 
     tiers = {"backend": backend_contract.checks, "allocator": allocators.contract_checks}
     targets = [*find_targets("frozen", PluginManager()), *find_targets("frozen_paged", PluginManager())]
@@ -116,7 +118,7 @@ def test_it_computes_what_it_declares():
 
 @pytest.mark.usefixtures("installed")
 def test_its_graphs_can_be_replayed():
-    from anyattn.testing import graphs
+    from anyattn.testing.graphs import checks as graphs
 
     (backend,) = (target.loaded for target in find_targets("frozen", PluginManager()) if target.kind == "backend")
     emulated = dataclasses.replace(discovery.usable_device("cpu"), graph=GraphLevel.ALWAYS)
@@ -184,9 +186,11 @@ import json
 import anyattn
 from anyattn import discovery
 from anyattn.plugins.manager import PluginManager
-from anyattn.testing import allocators, backend_contract, platforms
-from anyattn.testing.cases import cases_for
-from anyattn.testing.numerics import check_case
+from anyattn.testing.allocators import checks as allocators
+from anyattn.testing.contract import backends as backend_contract
+from anyattn.testing.contract import platforms
+from anyattn.testing.numerics.cases import cases_for
+from anyattn.testing.numerics.checks import check_case
 from anyattn.testing.target import find_targets
 from tests.plugins.test_evolution import failed, worst_error
 

@@ -13,7 +13,7 @@ from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.base import AllocatorCapabilities, Extension, KVAllocator
 from anyattn.mem_cache.device_allocator import DeviceAllocator
 from anyattn.platforms.base import Platform
-from anyattn.testing import allocators
+from anyattn.testing.allocators import checks as allocators
 from anyattn.testing.check import CannotRunError, CheckFailedError
 from anyattn.testing.target import Target
 from anyattn.types import IntSet, ints

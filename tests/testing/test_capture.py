@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from anyattn import ContractError
-from anyattn.testing.capture import capture
+from anyattn.testing.graphs.capture import capture
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,9 @@ from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.spec import AttentionSpec
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.plugins.manager import PluginManager
-from anyattn.testing import backend_contract, refusal_questions
 from anyattn.testing.check import CannotRunError
+from anyattn.testing.contract import backends as backend_contract
+from anyattn.testing.contract import questions as refusal_questions
 from anyattn.testing.target import Target, find_targets
 from anyattn.types import ANY_INT, GraphLevel, Reason, ints
 

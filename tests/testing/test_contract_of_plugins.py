@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from anyattn.plugins.manager import PluginManager
-from anyattn.testing import backend_contract
 from anyattn.testing.check import CannotRunError
+from anyattn.testing.contract import backends as backend_contract
 from anyattn.testing.target import find_targets
 
 

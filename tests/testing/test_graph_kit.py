@@ -10,7 +10,7 @@ import torch
 
 from anyattn import AttentionBackend, Capabilities, ContractError, GraphLevel, Platform, discovery
 from anyattn.testing.check import CannotRunError, CheckFailedError
-from anyattn.testing.graphs import checks
+from anyattn.testing.graphs.checks import checks
 from anyattn.types import ANY_INT, IntSet, ints
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "anyattn-example-plugin"))

@@ -12,10 +12,11 @@ from anyattn.attention import flex_attention
 from anyattn.attention.flex_attention import FlexAttentionBackend
 from anyattn.attention.reference import ReferenceBackend, reference_attention
 from anyattn.attention.torch_native import TorchNativeBackend
-from anyattn.testing import determinism, numerics, scenarios
-from anyattn.testing.cases import cases_for
 from anyattn.testing.check import CannotRunError, CheckFailedError
-from anyattn.testing.numerics import check_case, run_case
+from anyattn.testing.numerics import checks as numerics
+from anyattn.testing.numerics import determinism, scenarios
+from anyattn.testing.numerics.cases import cases_for
+from anyattn.testing.numerics.checks import check_case, run_case
 from anyattn.types import FP8_DTYPES, KV_LAYOUTS, ints
 
 CPU = discovery.usable_device("cpu")

@@ -9,8 +9,8 @@ import pytest
 from anyattn.platforms import simulated
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
-from anyattn.testing import platforms
 from anyattn.testing.check import CannotRunError
+from anyattn.testing.contract import platforms
 from anyattn.testing.target import Target, find_targets
 
 BUILTIN = PluginManager(entry_points=())

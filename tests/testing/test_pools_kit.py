@@ -13,9 +13,9 @@ from anyattn.mem_cache.layouts import tokens_view
 from anyattn.mem_cache.pool import MHAPool, MLAPool
 from anyattn.mem_cache.sparse_pools import DSAPool, IndexKPool
 from anyattn.platforms.base import Platform
-from anyattn.testing import pools
 from anyattn.testing.check import CannotRunError, CheckFailedError
-from anyattn.testing.pool_cases import cases_for
+from anyattn.testing.pools import checks as pools
+from anyattn.testing.pools.cases import cases_for
 from anyattn.testing.target import Target
 from anyattn.types import ALL_LAYOUTS, FP8_DTYPES
 

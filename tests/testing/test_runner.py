@@ -20,11 +20,11 @@ from anyattn.mem_cache.pool import MHAPool
 from anyattn.plugins.manager import PluginManager
 from anyattn.testing import suite
 from anyattn.testing.check import CannotRunError, Check, CheckFailedError, Measured
-from anyattn.testing.report import Report, Run
-from anyattn.testing.runner import run_checks
+from anyattn.testing.command.report import Report, Run
+from anyattn.testing.command.runner import run_checks
+from anyattn.testing.command.verification import Devices, NotRun, Verification, prepare, reasons_against
+from anyattn.testing.command.xfails import ExpectedFailures
 from anyattn.testing.target import Target
-from anyattn.testing.verification import Devices, NotRun, Verification, prepare, reasons_against
-from anyattn.testing.xfails import ExpectedFailures
 
 CPU = discovery.usable_device("cpu")
 CUDA = Platform(kind="cuda", vendor="nvidia", name="Some GPU", arch="sm90", torch_device="cuda:0")
@@ -265,7 +265,7 @@ def mine(monkeypatch):
 
 
 def devices(monkeypatch, *found, wanted=None):
-    monkeypatch.setattr("anyattn.testing.verification.detect", lambda plugins: discovery.Detection(
+    monkeypatch.setattr("anyattn.testing.command.verification.detect", lambda plugins: discovery.Detection(
         devices=found, problems=(), kinds=("cuda", "cpu")
     ))  # fmt: skip
     return Devices(PluginManager(entry_points=[]), wanted)
@@ -461,7 +461,7 @@ def test_a_run_that_had_to_skip_every_check_is_no_yes():
 
 def test_only_the_runner_imports_pytest():
     script = (
-        "import sys, anyattn.testing.report, anyattn.testing.xfails, anyattn.cli\n"
+        "import sys, anyattn.testing.command.report, anyattn.testing.command.xfails, anyattn.cli\n"
         "print([name for name in ('pytest', 'torch') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

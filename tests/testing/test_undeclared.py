@@ -11,9 +11,9 @@ from anyattn import ContractError, GraphLevel, discovery
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
-from anyattn.testing import undeclared
-from anyattn.testing.undeclared import Probed, probe
-from anyattn.testing.undeclared_attempts import attempt, attempts
+from anyattn.testing.undeclared import probes as undeclared
+from anyattn.testing.undeclared.attempts import attempt, attempts
+from anyattn.testing.undeclared.probes import Probed, probe
 from anyattn.types import ints
 
 CPU = discovery.usable_device("cpu")

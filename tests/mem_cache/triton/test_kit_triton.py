@@ -8,8 +8,9 @@ import torch
 from anyattn.mem_cache.device_allocator import DeviceAllocator
 from anyattn.mem_cache.pool import MHAPool, MLAPool
 from anyattn.platforms.base import Platform
-from anyattn.testing import allocators, pools
+from anyattn.testing.allocators import checks as allocators
 from anyattn.testing.check import CannotRunError
+from anyattn.testing.pools import checks as pools
 
 INEXACT = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 """What the interpreter rounds otherwise than a GPU does."""

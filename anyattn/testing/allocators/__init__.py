@@ -1,0 +1,1 @@
+"""Allocators against a model of the books in plain Python."""

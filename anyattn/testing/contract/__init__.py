@@ -1,0 +1,1 @@
+"""What needs no device: classes and declarations, refusals, probes."""

@@ -1,0 +1,1 @@
+"""Captured steps replayed, against the same steps without a graph."""

@@ -1,0 +1,108 @@
+"""Whether a backend's plans, captured once, serve every later step up to the graph level that the backend declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+
+from anyattn.attention.backend import AttentionBackend
+from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.spec import AttentionSpec
+from anyattn.platforms.base import Platform
+from anyattn.testing.check import CannotRunError, Check, CheckFailedError, Measured
+from anyattn.testing.graphs import apart as graph_apart
+from anyattn.testing.graphs import replays as graph_replays
+from anyattn.testing.graphs.setting import Setting
+from anyattn.testing.numerics.cases import Case, cases_for
+from anyattn.types import FP8_DTYPES, GraphLevel
+
+_LEVELS = (GraphLevel.DECODE, GraphLevel.UNIFORM, GraphLevel.ALWAYS)
+
+
+def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]:
+    """For each level up to the declared one. None where no graph is declared."""
+    declared = backend.capabilities
+    levels = [level for level in _LEVELS if level <= declared.graph and _phases(level) & declared.phases]
+    if declared.graph > GraphLevel.NEVER and not levels:
+        yield Check(
+            tier="graph",
+            name="a graph can be asked for",
+            capability="graph",
+            run=partial(_no_level, declared),
+        )
+    cases = graph_cases(declared)
+    for level in levels if cases else ():
+        (_, plain), *others = cases
+        named = [(name, plain, check) for name, check in {**graph_replays.CHECKS, **graph_apart.CHECKS}.items()]
+        for name, case in others:
+            if not case.spec.tree_mask:
+                named.append((f"replays with {name}", case, graph_replays.features))
+            elif level == GraphLevel.UNIFORM:
+                named.append((f"replays with {name}", case, graph_replays.trees))
+        for name, case, check in named:
+            yield Check(
+                tier="graph",
+                name=f"{level.name.lower()}: {name}",
+                capability="graph",
+                run=partial(_run, check, backend, device, case, level),
+            )
+
+
+def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
+    """The plain case, then one for each declared feature that changes what a replay reads, each with its name."""
+    found: dict[object, Case] = {}
+    base: AttentionSpec | None = None
+    for case in cases_for(declared):
+        plain = base is None or _mla(case.spec) != _mla(base)  # each begins with a case that is plain
+        if plain:
+            base = case.spec
+        if plain or (base is not None and _is_feature(case, base)):
+            asked = (case.spec, case.window_pages)
+            if asked not in found or len(case.name) < len(found[asked].name):  # of two names for one thing
+                found[asked] = case
+    return [(case.name, case) for case in found.values()]
+
+
+def _mla(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    return spec.kv_lora_rank, spec.qk_rope_head_dim
+
+
+def _is_feature(case: Case, base: AttentionSpec) -> bool:
+    spec = case.spec
+    changed = {field.name for field in fields(spec) if getattr(spec, field.name) != getattr(base, field.name)}
+    changed -= {"may_quantize_q", "may_quantize_probs"}  # what an fp8 cache may need besides
+    if case.joined_layers:
+        return False
+    if changed in ({"kv_dtype"}, {"kv_dtype", "kv_scale_per_head"}):
+        return spec.storage_dtype in FP8_DTYPES and case.scale_as_tensor
+    single = ("logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "causal")
+    return (changed == {"sliding_window"} and spec.sliding_window == 33) or any(changed == {name} for name in single)
+
+
+def _phases(level: GraphLevel) -> frozenset[str]:
+    """Those in which a backend is asked for graphs of a level."""
+    return frozenset({"decode"} if level == GraphLevel.DECODE else {"prefill", "mixed"})
+
+
+def _no_level(declared: Capabilities, seed: int) -> None:
+    raise CheckFailedError(
+        f"graph={declared.graph.name.lower()} is declared with the phases {', '.join(sorted(declared.phases))}, so no "
+        "graph is ever asked for: graphs of level decode need the phase decode, those above prefill or mixed"
+    )
+
+
+def _run(
+    check: Callable[[Setting], Measured | None],
+    backend: type[AttentionBackend],
+    device: Platform,
+    case: Case,
+    level: GraphLevel,
+    seed: int,
+) -> Measured | None:
+    if device.graph < level:
+        raise CannotRunError(
+            f"graph={backend.capabilities.graph.name.lower()} is declared, and device graphs of {device} serve at "
+            f"most level {device.graph.name.lower()}"
+        )
+    return check(Setting(backend=backend, device=device, case=case, level=level, seed=seed))

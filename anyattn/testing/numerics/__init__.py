@@ -1,0 +1,1 @@
+"""Backends against float64, on random batches, with NaN in every place that must not be read."""

@@ -1,0 +1,1 @@
+"""Pools against what was stored, byte by byte."""

@@ -1,0 +1,1 @@
+"""What a backend can do and does not declare."""
