@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.errors import ContractError, OutOfPagesError
 from anyattn.lazy import lazy_import
-from anyattn.mem_cache.base import AllocatorCapabilities, Extension, KVAllocator
+from anyattn.mem_cache import misuse
+from anyattn.mem_cache.base import AllocatorCapabilities, KVAllocator
 from anyattn.types import NULL_PAGE, IntSet
 
 if TYPE_CHECKING:
@@ -55,26 +56,17 @@ class PagedAllocator(KVAllocator):
     def may_share(self) -> bool:  # type: ignore[override]
         return self._extra_refs > 0
 
-    def extend(
-        self, prefix_lens: Any, lengths: Any, last_slots: Any, *, most_new_tokens: int | None = None
-    ) -> Extension:
-        if self.debug:
-            self._check_extend(*(np.asarray(array, dtype=np.int64) for array in (prefix_lens, lengths, last_slots)))
-        return super().extend(prefix_lens, lengths, last_slots)
-
     def share(self, pages: Any) -> None:
         pages = _real(pages)
         if self.debug:
-            self._check_foreign(pages, "shared")
-            if (self._refs[pages] < 1).any():
-                raise ContractError(f"page {pages[self._refs[pages] < 1][0]} is shared after it was freed.")
+            misuse.check_share(self, pages)
         np.add.at(self._refs, _places(pages), np.int32(1))
         self._extra_refs += pages.size
 
     def free(self, pages: Any) -> int:
         unused = pages = _real(pages)
         if self.debug:
-            self._check_free(pages)
+            misuse.check_free(self, pages)
         places = _places(pages)
         if not self._extra_refs:  # every page has one reference: nothing to count
             self._refs[places] = 0
@@ -105,50 +97,6 @@ class PagedAllocator(KVAllocator):
             raise ContractError(f"{held} allocated and {self._num_free} free pages do not make {self._num_pages}.")
         if int(self._refs.sum()) - held != self._extra_refs:
             raise ContractError("the number of shared references is not the sum over the pages.")
-
-    def _check_foreign(self, pages: npt.NDArray[np.integer], what: str) -> None:
-        foreign = (pages < 1) | (pages > self._num_pages)
-        if foreign.any():
-            raise ContractError(f"page {pages[foreign][0]} is {what}, and this allocator's are 1 to {self._num_pages}.")
-
-    def _check_free(self, pages: npt.NDArray[np.integer]) -> None:
-        self._check_foreign(pages, "freed")
-        named, times = np.unique(pages, return_counts=True)
-        short = self._refs[named] < times
-        if short.any():
-            page = named[short][0]
-            raise ContractError(
-                f"page {page} is freed {times[short][0]} times in one call and has {self._refs[page]} references: "
-                "it was freed before, or belongs to somebody else."
-            )
-
-    def _check_extend(
-        self,
-        prefix_lens: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        last_slots: npt.NDArray[np.int64],
-    ) -> None:
-        last_pages = last_slots // self.page_size
-        if (lengths < prefix_lens).any() or (prefix_lens < 0).any():
-            raise ContractError("extend makes sequences longer: a length is below its prefix, or negative.")
-        has_prefix = prefix_lens > 0
-        self._check_foreign(last_pages[has_prefix], "extended")
-        if last_pages[~has_prefix].any():
-            raise ContractError("a sequence without tokens has a last slot outside of the null page.")
-        wrong = has_prefix & (last_slots % self.page_size != (prefix_lens - 1) % self.page_size)
-        if wrong.any():
-            raise ContractError(
-                f"slot {last_slots[wrong][0]} cannot hold token {prefix_lens[wrong][0] - 1} of its sequence at page "
-                f"size {self.page_size}: the last slots do not fit the prefix lengths."
-            )
-        gone = has_prefix & (self._refs[last_pages] < 1)
-        if gone.any():
-            raise ContractError(f"page {last_pages[gone][0]} is extended after it was freed.")
-        partial = has_prefix & (prefix_lens % self.page_size != 0) & (lengths > prefix_lens)
-        named, times = np.unique(last_pages[partial], return_counts=True)
-        aliased = (times > 1) & (self._refs[named] < times)
-        if aliased.any():
-            raise ContractError(f"two sequences would write to page {named[aliased][0]}, which only one of them holds.")
 
 
 def _real(pages: Any) -> npt.NDArray[np.integer]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
-from anyattn.mem_cache import indices, layouts
+from anyattn.mem_cache import indices, layouts, misuse
 from anyattn.mem_cache.spec import CACHE_KINDS, CacheKind
 from anyattn.types import (
     ALL_LAYOUTS,
@@ -176,6 +176,8 @@ class KVAllocator(ABC):
     capabilities: ClassVar[AllocatorCapabilities]
 
     page_size: int
+    debug: bool = False
+    """Whether misuse is found when it happens."""
     may_share: bool = True
     """Whether a page may have more than one reference; where none has, `extend` need not look at them."""
 
@@ -184,7 +186,7 @@ class KVAllocator(ABC):
         """Pages 1 to `num_pages` are free.
 
         device: of the KV data, for engines to whom that matters. debug: find misuse when it happens; see `free`,
-            `share` and `extend`.
+            `share` and `extend`, and `mem_cache.misuse` for what books on the host need for it.
         """
 
     @property
@@ -223,6 +225,8 @@ class KVAllocator(ABC):
 
         This one serves engines that keep their books on the host.
         """
+        if self.debug:
+            misuse.check_extend(self, prefix_lens, lengths, last_slots)
         prefix_lens, lengths = np.asarray(prefix_lens, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         needed = indices.pages_for(lengths, self.page_size) - indices.pages_for(prefix_lens, self.page_size)
         copied_from = np.zeros(needed.size, dtype=np.int32)

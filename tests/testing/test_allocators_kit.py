@@ -28,7 +28,7 @@ class PlainAllocator(KVAllocator):
 
     def __init__(self, num_pages, page_size, device=None, *, debug=False):
         self.capabilities.require(num_pages, page_size)
-        self.page_size, self.debug = page_size, debug
+        self.page_size, self.strict = page_size, debug
         self.stack = list(range(num_pages, 0, -1))
         self.refs = [0] * (num_pages + 1)
 
@@ -49,7 +49,7 @@ class PlainAllocator(KVAllocator):
         return np.array(pages, dtype=np.int32)
 
     def extend(self, prefix_lens, lengths, last_slots, *, most_new_tokens=None):
-        if self.debug:
+        if self.strict:
             self.inspect(*(array.tolist() for array in (prefix_lens, lengths, last_slots)))
         return super().extend(prefix_lens, lengths, last_slots)
 
@@ -79,14 +79,14 @@ class PlainAllocator(KVAllocator):
 
     def share(self, pages):
         pages = [page for page in pages.tolist() if page]
-        if self.debug and not all(self.refs[page] for page in pages):
+        if self.strict and not all(self.refs[page] for page in pages):
             raise ContractError("shared after it was freed")
         for page in pages:
             self.refs[page] += 1
 
     def free(self, pages):
         pages = [page for page in pages.tolist() if page]
-        if self.debug:
+        if self.strict:
             self.refuse_frees(pages)
         return sum(self.give_back(page) for page in pages)
 
@@ -515,9 +515,9 @@ class ForeignFreesAccepted(PlainAllocator):
 
 class SharedAfterFree(PlainAllocator):
     def share(self, pages):
-        debug, self.debug = self.debug, False
+        debug, self.strict = self.strict, False
         super().share(pages)
-        self.debug = debug
+        self.strict = debug
 
 
 class ExtendedAfterFree(PlainAllocator):

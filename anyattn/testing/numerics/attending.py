@@ -76,12 +76,16 @@ class Attended(NamedTuple):
 class Spread(NamedTuple):
     """By how much roundings that do not depend on each other move a result, as a multiple of one such rounding.
 
-    Both [num_new, num_qo_heads]. A score is rounded by its size, and by the size of the products that it sums; a weight
+    All [num_new, num_qo_heads]. A score is rounded by its size, and by the size of the products that it sums; a weight
     by its own. What that does to a result is summed over all keys as independent errors are, by their squares.
+
+    log_sum: logarithm of what the output is divided by. Where weights are exp(score - log_sum), its rounding is all of
+    theirs.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
+    log_sum: torch.Tensor
 
 
 def visible_keys(
@@ -115,22 +119,30 @@ def attend_exactly(rows: Rows) -> tuple[Attended, Spread]:
     probs = _exp_of_difference(scores, total)
     out = probs.flatten(1, 2) @ v
     exact = Attended(_tokens_first(out.view(*lse.shape, v.shape[-1])), _tokens_first(lse))
-    return exact, _spread(rows, scores, v, probs, out, lse)
+    of_keys = probs if rows.sinks is None else _exp_of_difference(scores, lse)
+    return exact, Spread(*map(_tokens_first, (*_spread(rows, scores, v, probs, of_keys, out), total)))
 
 
 def _spread(
-    rows: Rows, scores: torch.Tensor, v: torch.Tensor, probs: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> Spread:
-    """All as within `attend_exactly`. A key's score moves the output by its weight times its value less the output."""
+    rows: Rows,
+    scores: torch.Tensor,
+    v: torch.Tensor,
+    probs: torch.Tensor,
+    of_keys: torch.Tensor,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of output and LSE, all as within `attend_exactly`; of_keys: probabilities without sinks.
+
+    A key's score moves the output by its weight times its value less the output.
+    """
     products = _grouped(rows, rows.q.double().square()) @ rows.k.square().permute(1, 2, 0)
     of_score = products.view(scores.shape) * rows.spec.scale**2 + scores.masked_fill(~rows.seen, 0.0).square()
     by_weight = probs.square().flatten(1, 2)
     by_score = (probs.square() * of_score).flatten(1, 2)
     moved = by_score @ v.square() - 2 * out * (by_score @ v) + out.square() * by_score.sum(dim=-1, keepdim=True)
-    of_out = (moved.clamp(min=0.0) + by_weight @ v.square()).amax(dim=-1).sqrt().view(lse.shape)
-    of_keys = probs if rows.sinks is None else _exp_of_difference(scores, lse)
+    of_out = (moved.clamp(min=0.0) + by_weight @ v.square()).amax(dim=-1).sqrt()
     of_lse = (of_keys.square() * (1.0 + of_score)).sum(dim=-1).sqrt()
-    return Spread(_tokens_first(of_out), _tokens_first(of_lse))
+    return of_out.view(of_lse.shape), of_lse
 
 
 def attend_plainly(rows: Rows, order: Order) -> Attended:

@@ -4,8 +4,8 @@ A kernel may round as a model's plain code in the same dtypes does, but how much
 chance has plain code come out nearly exact in some. So the plain computation's errors of all rows, and of several
 orders of its sums, are each divided by what independent roundings add up to in that row (`attending.Spread`): all
 are then draws of one quantity, whose largest hardly depends on chance. Allowed is twice that, times the row's spread,
-plus one unit in the last place of the result's dtype at the row's largest value. A result that is off by little is
-judged again by more orders.
+plus one unit in the last place: of the result's dtype at the row's largest value, and of the float32 logarithm of the
+sum that a row may have been divided by. A result that is off by little is judged again by more orders.
 """
 
 from __future__ import annotations
@@ -163,6 +163,10 @@ def _judge(part: int, got: torch.Tensor, expected: Expected, plain_error: float,
         got, exact = _zero_where(unseen, got), _zero_where(unseen, exact)
     spread = expected.spread[part]
     allowed = 2 * plain_error * (spread if part else spread[..., None]) + unit_in_last_place(part, exact, dtype)
+    if not part:
+        log_sum = expected.spread.log_sum.masked_fill(unseen, 0.0)
+        summed = torch.finfo(torch.promote_types(dtype, torch.float32))
+        allowed = allowed + summed.eps * log_sum.abs()[..., None] * exact.abs().amax(dim=-1, keepdim=True)
     error, allowed = (got - exact).abs(), allowed.expand_as(got)
     place = _first(error / allowed == (error / allowed).max())
     at_error, at_allowed = float(error[place]), float(allowed[place])
