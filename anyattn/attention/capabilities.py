@@ -179,7 +179,7 @@ class Capabilities:
             *self._dtype_reasons(spec),
             *self._head_reasons(spec),
             *self._feature_reasons(spec),
-            *self._graph_reasons(spec, platform),
+            *self._graph_reasons(spec, platform, role),
             *self._paging_reasons(page_size, layout, joined_layers),
             *_unknown_field_reasons(spec),
         ]
@@ -291,9 +291,13 @@ class Capabilities:
             if getattr(spec, name) != _NEUTRAL[name] and not supported:
                 yield _replace_reason(name, getattr(spec, name), [_NEUTRAL[name]])
 
-    def _graph_reasons(self, spec: AttentionSpec, platform: Platform) -> Iterable[Reason]:
+    def _graph_reasons(self, spec: AttentionSpec, platform: Platform, role: Role) -> Iterable[Reason]:
+        """Of steps with one new token each the decode backend has the graphs, of all others that of prefill."""
         most = min(self.graph, platform.graph)
-        if spec.graph > most:
+        wanted = min(spec.graph, GraphLevel.DECODE)
+        if role == "prefill":
+            wanted = spec.graph if spec.graph > GraphLevel.DECODE else GraphLevel.NEVER
+        if wanted > most:
             served = [level.name.lower() for level in reversed(GraphLevel) if level <= most]
             yield _replace_reason("graph", spec.graph.name.lower(), served)
 

@@ -201,15 +201,20 @@ def _joined_zeros(lengths: list[int], device: torch.device) -> tuple[torch.Tenso
 
 def _joined(arrays: list[Int32s | Int64s]) -> Int32s:
     """The arrays one behind the other, as `_joined_zeros` divides them."""
-    padded: list[Any] = [np.pad(array, (0, -array.size % _ALIGNED)) for array in arrays]
-    return np.concatenate(padded).astype(np.int32)
+    whole = np.zeros(sum(array.size + -array.size % _ALIGNED for array in arrays), dtype=np.int32)
+    start = 0
+    for array in arrays:
+        whole[start : start + array.size] = array
+        start += array.size + -array.size % _ALIGNED
+    return whole
 
 
 def _padded(view: StepView, num_seqs: int) -> StepView:
     """The step with sequences without tokens and pages behind its own; `seqs` has its own alone."""
-    more = num_seqs - view.rows.size
-    if not more:
+    if view.rows.size == num_seqs:
         return view
-    fields = ("rows", "prefix_lens", "kv_lens", "num_pages", "last_slots")
-    padded: dict[str, Any] = {name: np.pad(getattr(view, name), (0, more)) for name in fields}
-    return replace(view, one_each=False, **padded)
+    names = ("rows", "prefix_lens", "kv_lens", "num_pages", "last_slots")
+    padded: Any = np.zeros((len(names), num_seqs), dtype=np.int64)  # one allocation: this is done for every step
+    for row, name in zip(padded, names, strict=True):
+        row[: view.rows.size] = getattr(view, name)
+    return replace(view, one_each=False, **dict(zip(names, padded, strict=True)))

@@ -167,6 +167,7 @@ class AttentionRuntime:
         that was put in last, so that each wants a refresh before it once sequences have changed.
 
         Raises ContractError, and changes nothing, for a step that the graph does not serve, or that is not the last.
+        After an error that a backend raises, the graph wants another refresh before it is replayed.
         """
         if not isinstance(plan, Plan) or plan.runtime is not self or plan.graph is None:
             raise ContractError("refresh_graph takes a plan that this runtime's init_graph returned.")

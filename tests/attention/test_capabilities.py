@@ -45,7 +45,7 @@ ASKED = {
     "alibi": ({"alibi": True}, {}),
     "tree_mask": ({"tree_mask": True}, {}),
     "return_lse": ({"return_lse": True}, {}),
-    "graph": ({"graph": GraphLevel.DECODE}, {}),
+    "graph": ({"graph": GraphLevel.UNIFORM}, {}),
     "deterministic": ({"deterministic": True}, {}),
     "kv_lora_rank": (
         {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "sm_scale": 1.0},
@@ -80,6 +80,24 @@ def test_what_is_not_declared_is_refused_with_a_reason_that_names_the_field(fiel
     assert reason.wanted
     assert reason.supported
     assert reason.remedy
+
+
+@pytest.mark.parametrize(
+    ("level", "prefill", "decode"),
+    [
+        (GraphLevel.DECODE, GraphLevel.NEVER, GraphLevel.DECODE),
+        (GraphLevel.UNIFORM, GraphLevel.UNIFORM, GraphLevel.DECODE),
+        (GraphLevel.ALWAYS, GraphLevel.ALWAYS, GraphLevel.DECODE),
+    ],
+)
+def test_steps_of_one_token_each_have_their_graphs_from_the_decode_backend_all_others_from_prefill(
+    level, prefill, decode
+):
+    device = dataclasses.replace(CPU, graph=GraphLevel.ALWAYS)
+    for role, least in (("prefill", prefill), ("decode", decode)):
+        for declared in GraphLevel:
+            found = reasons(SPEC.replace(graph=level), device, role, dataclasses.replace(BARE, graph=declared))
+            assert ("graph" in found) == (declared < least), (role, declared)
 
 
 def test_all_reasons_are_given_at_once():

@@ -44,6 +44,7 @@ ALL = [
     pytest.param(check, id=f"{backend.__name__} {check.id}")
     for backend in (ReferenceBackend, TorchNativeBackend)
     for check in checks_of(backend)
+    if backend is TorchNativeBackend or not check.name.startswith("MLA 512+64")  # in float64 they take long
 ]
 
 

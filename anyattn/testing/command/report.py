@@ -76,7 +76,7 @@ class Report:
             "| --- | --- | --- |",
         ]
         for name, outcomes in by_capability.items():
-            value = _short(declared[name], name) if name in declared else ""
+            value = _short(_declared(declared, name), name) if name in declared else ""
             lines.append(f"| {_cell(name)} | {_cell(value)} | {_cell(_result(outcomes))} |")
         return "\n".join(lines)
 
@@ -166,6 +166,14 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+_ALL_OF = {"head_dims": "any_head_dim_pair", "head_dim_pairs": "any_head_dim_pair", "mla_dims": "any_mla_dims"}
+"""By field: the flag that stands for every value of it."""
+
+
+def _declared(declared: dict[str, Any], name: str) -> Any:
+    return "any" if declared.get(_ALL_OF.get(name, "")) else declared[name]
 
 
 def _short(value: Any, name: str = "") -> str:

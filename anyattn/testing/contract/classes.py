@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from anyattn.errors import contained
@@ -172,7 +171,7 @@ def _record(target: Target) -> PluginRecord:
 
 
 def require_light(target: Target) -> None:
-    """Raises CheckFailedError where importing the target imports torch, Triton or what its declaration names."""
+    """Raises CheckFailedError where importing the target imports torch, Triton or what another distribution brings."""
     _require_absent(target, target.place)
 
 
@@ -183,26 +182,22 @@ def _require_light_plugin(target: Target) -> None:
 
 
 def _require_absent(target: Target, place: str) -> None:
-    packages = getattr(declared_by(target.loaded), "packages", ())
-    names = (_HEAVY | _modules_of(packages, target)) - {_top_level(place), _top_level(target.place)}
-    if found := call(brought_in, place=place, names=sorted(names)):
+    names = (_HEAVY | _foreign_modules(target)) - {_top_level(place), _top_level(target.place)}
+    found = call(brought_in, place=place, names=sorted(names))
+    if found := [name for name in found if name in _HEAVY] or found:  # what torch brings in turn tells nobody more
         raise CheckFailedError(
             f"importing {place} imports {', '.join(found)}: what is offered must be readable on any machine, so "
             "import such packages when they are first used, as with anyattn.lazy.lazy_import."
         )
 
 
-def _modules_of(packages: Iterable[str], target: Target) -> set[str]:
-    """Top-level modules of the installed distributions that requirement strings name, the plugin's own left out."""
-    wanted = set()
-    for text in packages:
-        try:
-            wanted.add(canonicalize_name(Requirement(text).name))
-        except InvalidRequirement:  # another check's failure
-            continue
-    wanted -= _ALWAYS_HERE | ({canonicalize_name(target.offer.distribution)} if target.offer is not None else set())
+def _foreign_modules(target: Target) -> set[str]:
+    """Top-level modules of all installed distributions but the plugin's own and those that anyattn itself needs."""
+    ours = set(_ALWAYS_HERE)
+    if target.offer is not None:
+        ours.add(canonicalize_name(target.offer.distribution))
     installed = importlib.metadata.packages_distributions()
-    return {module for module, names in installed.items() if wanted & {canonicalize_name(name) for name in names}}
+    return {module for module, names in installed.items() if not ours & {canonicalize_name(name) for name in names}}
 
 
 def _top_level(place: str) -> str:

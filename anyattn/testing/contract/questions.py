@@ -220,6 +220,7 @@ def _graphs(capabilities: Capabilities) -> Iterator[Refusal]:
             asked=f"graph={level.name.lower()!r}",
             spec=covered.spec.replace(graph=level),
             device=on_a_graph_device(covered.device),
+            roles=_graph_roles(level),
         ),
     )
     yield Refusal(
@@ -231,8 +232,14 @@ def _graphs(capabilities: Capabilities) -> Iterator[Refusal]:
             asked=f"graph={level.name.lower()!r} on a device without graphs",
             spec=covered.spec.replace(graph=level),
             device=dataclasses.replace(covered.device, graph=GraphLevel.NEVER),
+            roles=_graph_roles(level),
         ),
     )
+
+
+def _graph_roles(level: GraphLevel) -> tuple[Role, ...]:
+    """Whose backend has the graphs of a level, and of none below."""
+    return ("decode",) if level == GraphLevel.DECODE else ("prefill",)
 
 
 def _pages(capabilities: Capabilities) -> Iterator[Refusal]:

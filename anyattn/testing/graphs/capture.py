@@ -34,13 +34,14 @@ _NEW_MEMORY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted
 def capture(function: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
     """What the function returned while it was captured, and what replays it: results are then in the same tensors.
 
-    The function is called once or twice, the first time to warm up. Before the first replay, results hold anything.
+    The function is called twice, the first time to warm up. Before the first replay, results hold anything.
     Raises ContractError where the function reads something back from the device, or the device cannot capture it.
     """
     module = torch.get_device_module(device)
     graph_class = getattr(module, f"{device.type.upper()}Graph", None)  # torch.cuda.CUDAGraph, torch.xpu.XPUGraph, ...
     if graph_class is not None:
         return _captured(function, device, module, graph_class())
+    function()  # as engines do before a real capture: what is made at a first call is then not in the graph
     recorder = _Recorder(device)
     with _ReadBacksRefused(device), recorder:
         result = function()

@@ -49,6 +49,13 @@ def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]
             )
 
 
+_SIZES = frozenset({"page_sizes", "layouts", "head_dims", "group_sizes", "dtypes"})
+"""What kernels are specialised for: one case of each value, as a graph may bake in that of the plain case."""
+
+
+_LARGEST_PAGE, _LARGEST_GROUP = 64, 16  # larger ones take long without graphs too, of which three pages are run
+
+
 def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
     """The plain case, then one for each declared feature that changes what a replay reads, each with its name."""
     found: dict[object, Case] = {}
@@ -58,7 +65,7 @@ def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
         if plain:
             base = case.spec
         if plain or (base is not None and _is_feature(case, base)):
-            asked = (case.spec, case.window_pages)
+            asked = (case.spec, case.page_size, case.layout, case.window_pages)
             if asked not in found or len(case.name) < len(found[asked].name):  # of two names for one thing
                 found[asked] = case
     return [(case.name, case) for case in found.values()]
@@ -74,6 +81,8 @@ def _is_feature(case: Case, base: AttentionSpec) -> bool:
     changed -= {"may_quantize_q", "may_quantize_probs"}  # what an fp8 cache may need besides
     if case.joined_layers:
         return False
+    if case.capability in _SIZES:
+        return case.page_size <= _LARGEST_PAGE and spec.group_size <= _LARGEST_GROUP
     if changed in ({"kv_dtype"}, {"kv_dtype", "kv_scale_per_head"}):
         return spec.storage_dtype in FP8_DTYPES and case.scale_as_tensor
     single = ("logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse", "causal")

@@ -114,7 +114,7 @@ class Engine:
         return worst
 
     def _expect(self, layer: int, seqs: Sequence[int], step: Step) -> Expected:
-        oracle = Oracle(self.spec, len(seqs), *self._scales, page_size=self.rt.table.page_size)
+        oracle = Oracle(self.spec, len(seqs), *self._scales[layer], page_size=self.rt.table.page_size)
         for i, seq in enumerate(seqs):
             oracle.k[i], oracle.v[i] = self._histories.get((layer, seq), (oracle.k[i], oracle.v[i]))
         expected = oracle.expect(step, self.per_head[layer])

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from anyattn.testing.check import Measured
 from anyattn.testing.graphs.captured import Graph
 from anyattn.testing.graphs.engine import Engine
-from anyattn.testing.graphs.setting import NUM_SEQS, Setting
+from anyattn.testing.graphs.setting import NUM_SEQS, UNIFORM, Setting
+from anyattn.types import GraphLevel
 
 
 def _lengths(setting: Setting) -> Measured:
@@ -76,6 +77,20 @@ def _several(setting: Setting) -> Measured:
     return engine.verdict()
 
 
+def _many(setting: Setting) -> Measured:
+    """More sequences, and a longer one, than kernels take without dividing their work otherwise."""
+    num_seqs, longest = 33, 320
+    engine = setting.engine(max_kv_len=longest)
+    graph = setting.graph(engine, num_seqs, max_kv_len=longest)
+    seqs = engine.new([300 if i == 5 else 7 * i % 40 for i in range(num_seqs)])
+    for number, size in enumerate((num_seqs, 20, num_seqs)):
+        counts = setting.counts(size, number)
+        if setting.level == GraphLevel.ALWAYS:
+            counts = [(i + number) % (2 * UNIFORM) for i in range(size)]
+        graph.step(f"replay {number}, with {size} of {num_seqs} sequences", engine.extend(seqs[:size], counts))
+    return engine.verdict()
+
+
 def features(setting: Setting) -> Measured:
     """All that plain attention is checked for, shortly."""
     engine = setting.engine()
@@ -106,6 +121,7 @@ CHECKS: dict[str, Callable[[Setting], Measured | None]] = {
     "replays with other sequences on other pages": _pages,
     "replays with fewer sequences than were captured": _fewer,
     "a graph for one sequence serves any": _one,
+    "replays with 33 sequences, one of 300 tokens": _many,
     "replays with max_kv_len tokens, and nothing of them is left after": _longest,
     "replays of the same step give the same": _several,
 }

@@ -33,14 +33,21 @@ class Setting:
         """Three pages and a part of a fourth, and enough for the steps and for a window of 33 to let a page go."""
         return max(3 * self.case.page_size + 2, self.case.page_size + 48)
 
-    def engine(self, seed: int = 0) -> Engine:
+    def engine(self, seed: int = 0, *, max_kv_len: int | None = None) -> Engine:
         """seed: another number is another engine, with other pages and inputs."""
         case = replace(self.case, spec=self.case.spec.replace(graph=self.level))
-        return Engine(self.backend, case, self.device, self.seed + seed, max_kv_len=self.max_kv_len)
+        return Engine(self.backend, case, self.device, self.seed + seed, max_kv_len=max_kv_len or self.max_kv_len)
 
-    def graph(self, engine: Engine, num_seqs: int = NUM_SEQS, *, captured_with: Work | None = None) -> Graph:
+    def graph(
+        self,
+        engine: Engine,
+        num_seqs: int = NUM_SEQS,
+        *,
+        captured_with: Work | None = None,
+        max_kv_len: int | None = None,
+    ) -> Graph:
         num_tokens = None if self.level == GraphLevel.DECODE else UNIFORM * num_seqs
-        return Graph(engine, num_seqs, num_tokens, self.max_kv_len, captured_with=captured_with)
+        return Graph(engine, num_seqs, num_tokens, max_kv_len or self.max_kv_len, captured_with=captured_with)
 
     def counts(self, num_seqs: int, number: int = 0) -> list[int]:
         """New tokens of up to four sequences, in a step that a graph for so many serves."""

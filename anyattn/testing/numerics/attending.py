@@ -149,7 +149,8 @@ def attend_plainly(rows: Rows, order: Order) -> Attended:
     """In the spec's dtype, rounding what the spec allows to round; products are summed in float32 at least."""
     spec, dtype = rows.spec, rows.q.dtype
     scores, v = _scores_and_values(rows, rows.rounded_q, dtype, order)
-    lse, highest = torch.logsumexp(scores, dim=-1), scores.amax(dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    highest = scores.amax(dim=-1) if scores.shape[-1] else lse
     numerators = _exp_of_difference(scores, highest)
     denominator = numerators.sum(dim=-1, keepdim=True)
     if rows.sinks is not None:

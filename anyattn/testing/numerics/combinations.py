@@ -32,8 +32,6 @@ def combinations(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def _gain(
-    each: tuple[int, int], chosen: dict[int, int], missing: set[tuple[tuple[int, int], tuple[int, int]]]
-) -> int:
+def _gain(each: tuple[int, int], chosen: dict[int, int], missing: set[tuple[tuple[int, int], tuple[int, int]]]) -> int:
     """How many pairs that are missing it makes with what is chosen."""
     return sum((min(each, other), max(each, other)) in missing for other in chosen.items())

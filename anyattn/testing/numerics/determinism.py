@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.platforms.base import Platform
-from anyattn.testing.check import Check, CheckFailedError
+from anyattn.testing.check import Check, CheckFailedError, Measured
+from anyattn.testing.numerics.case_run import Driven, drive_and_judge
 from anyattn.testing.numerics.cases import Case, cases_for
 from anyattn.testing.numerics.driver import build_runtime, run_step, set_scales, store
 from anyattn.testing.numerics.expectation import PARTS, Results
-
-if TYPE_CHECKING:
-    from anyattn.testing.numerics.checks import Driven
 
 _MOST_ALONE = 4
 """Sequences of a batch that are run by themselves."""
@@ -24,15 +21,20 @@ _MOST_ALONE = 4
 
 def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]:
     """Of the tier determinism; none where `deterministic` is not declared."""
-    from anyattn.testing.numerics.checks import run_case
-
     for case in cases_for(backend.capabilities):
         if case.spec.deterministic:
             run = partial(run_case, backend, case, device)
             yield Check(tier="determinism", name=case.name, capability="deterministic", run=run)
 
 
-def compare_alone(
+def run_case(backend: type[AttentionBackend], case: Case, platform: Platform, seed: int) -> Measured:
+    """Raises CheckFailedError where a result is wrong, or depends on the batch."""
+    driven, measured = drive_and_judge(backend, case, platform, seed)
+    _compare_alone(backend, case, platform, seed, driven)
+    return measured
+
+
+def _compare_alone(
     backend: type[AttentionBackend], case: Case, platform: Platform, seed: int, driven: Driven
 ) -> None:
     """Drives sequences by themselves through the same steps, on other pages: every bit must be as in the batch.

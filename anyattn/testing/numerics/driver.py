@@ -173,26 +173,29 @@ def _pool_class(case: Case) -> type[PoisonedMHAPool] | type[PoisonedMLAPool]:
     return PoisonedMLAPool if case.spec.is_mla else PoisonedMHAPool
 
 
-def set_scales(rt: AttentionRuntime, case: Case) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    """Gives the layers of an fp8 pool scales other than 1, all the same.
+def set_scales(rt: AttentionRuntime, case: Case) -> list[tuple[float | torch.Tensor, float | torch.Tensor]]:
+    """Gives each layer of an fp8 pool scales other than 1, and than another layer's.
 
-    Returns k's and v's as the pool will use them: float32, [1, 1] or [num_kv_heads, 1], on the CPU; 1.0 where there
-    are none.
+    Returns k's and v's of each as the pool will use them: float32, [1, 1] or [num_kv_heads, 1], on the CPU; 1.0 where
+    there are none.
     """
-    spec = case.spec
+    spec, layers = case.spec, range(len(rt.layer_specs))
     if spec.storage_dtype not in FP8_DTYPES:
-        return 1.0, 1.0
+        return [(1.0, 1.0) for _ in layers]
     k_scale, v_scale = torch.tensor([0.05]), torch.tensor([0.05 if spec.is_mla else 0.07])
     if spec.kv_scale_per_head:  # so far apart that another head's scale is out of every tolerance
         factors = 2.0 ** (torch.arange(spec.num_kv_heads) % 4)
         k_scale, v_scale = k_scale * factors, v_scale * factors.flip(0)
-    for layer in range(len(rt.layer_specs)):
+    scales: list[tuple[float | torch.Tensor, float | torch.Tensor]] = []
+    for layer in layers:
+        k_given, v_given = (scale * 1.5**layer for scale in (k_scale, v_scale))
+        scales.append((k_given[:, None], v_given[:, None]))
         if case.scale_as_tensor:
-            k_given = k_scale.to(rt.device)
-            rt.set_scales(layer, k_given, k_given if spec.is_mla else v_scale.to(rt.device))
+            k_there = k_given.to(rt.device)
+            rt.set_scales(layer, k_there, k_there if spec.is_mla else v_given.to(rt.device))
         else:
-            rt.set_scales(layer, float(k_scale), float(v_scale))
-    return k_scale[:, None], v_scale[:, None]
+            rt.set_scales(layer, float(k_given), float(v_given))
+    return scales
 
 
 def layer_kv(rt: AttentionRuntime, layer: int) -> LayerKV:

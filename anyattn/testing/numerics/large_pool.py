@@ -56,7 +56,7 @@ def offsets_of_64_bits(backend: type[AttentionBackend], case: Case, device: Plat
     for part in (kv.k, kv.v):  # no other page: a host gives memory to pages that are written
         part[-num_wanted:].fill_(float("nan"))
         part[NULL_PAGE].fill_(float("nan"))
-    oracle = Oracle(spec, case.num_seqs, *set_scales(rt, case), page_size=page_size)
+    oracle = Oracle(spec, case.num_seqs, *set_scales(rt, case)[0], page_size=page_size)
     per_head, seqs = PerHead.draw(spec, generator), rt.new_sequences(case.num_seqs)
     got, expected = [], []
     for counts in _STEPS:

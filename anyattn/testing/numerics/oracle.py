@@ -29,7 +29,10 @@ class Oracle:
         *,
         page_size: int | None = None,
     ) -> None:
-        """k_scale, v_scale: as `set_scales` returns them. page_size: for mistakes that have to do with pages."""
+        """k_scale, v_scale: as `set_scales` returns them for a layer.
+
+        page_size: for mistakes that have to do with pages.
+        """
         self.spec = spec
         self.k = [torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=torch.float64) for _ in range(num_seqs)]
         self.v = [torch.empty(0, spec.num_kv_heads, spec.vo_head_dim, dtype=torch.float64) for _ in range(num_seqs)]

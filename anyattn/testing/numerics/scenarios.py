@@ -57,7 +57,7 @@ class _Sequences:
         self._rt, self._name = rt, name
         self._generator = torch.Generator().manual_seed(seed)
         self._seqs = rt.new_sequences(case.num_seqs)
-        self._oracle = Oracle(case.spec, case.num_seqs, *set_scales(rt, case), page_size=case.page_size)
+        self._oracle = Oracle(case.spec, case.num_seqs, *set_scales(rt, case)[0], page_size=case.page_size)
         self.per_head = PerHead.draw(case.spec, self._generator)
         self._number = 0
 
@@ -102,7 +102,7 @@ def _nan_in_one_sequence(backend: type[AttentionBackend], case: Case, device: Pl
     case = replace(case, steps=_STEPS)
     rt, spec = build_runtime(backend, case, device, seed), case.spec
     generator = torch.Generator().manual_seed(seed)
-    oracle = Oracle(spec, len(kept), *set_scales(rt, case), page_size=case.page_size)
+    oracle = Oracle(spec, len(kept), *set_scales(rt, case)[0], page_size=case.page_size)
     per_head, seqs = PerHead.draw(spec, generator), rt.new_sequences(case.num_seqs)
     got, expected = [], []
     for counts in case.steps:

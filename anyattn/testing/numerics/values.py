@@ -109,3 +109,8 @@ def features(capabilities: Capabilities, *names: str) -> Iterator[tuple[str, Fie
         needs_causal = name in ("sliding_window", "tree_mask") and True not in capabilities.causal
         if getattr(capabilities, name) and name in (names or values) and not needs_trees and not needs_causal:
             yield name, dict(fields)
+
+
+def serves(capabilities: Capabilities, name: str) -> bool:
+    """Whether a feature is declared, with what it needs besides."""
+    return any(True for _ in features(capabilities, name))

@@ -12,6 +12,7 @@ from anyattn.mem_cache.base import KVPool
 from anyattn.mem_cache.spec import CacheSpec
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CannotRunError, CheckFailedError
+from anyattn.testing.device import free_bytes
 from anyattn.testing.pools.bench import Bench
 from anyattn.testing.pools.shapes import PoolCheck
 
@@ -53,25 +54,13 @@ def _far(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) ->
 
 
 def _require_memory(device: Platform, needed: int) -> None:
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is None or free < needed + _STAYS_FREE:
         had = "how much is free there nobody can tell" if free is None else f"{free / 2**30:.1f} GiB are free"
         raise CannotRunError(
             f"such a pool takes {needed / 2**30:.1f} GiB on {device}, where {_STAYS_FREE >> 30} GiB more are to stay "
             f"free; {had}."
         )
-
-
-def _free_bytes(device: Platform) -> int | None:
-    torch_device = torch.device(device.torch_device)
-    if torch_device.type != "cpu":
-        module = torch.get_device_module(torch_device)
-        return int(module.mem_get_info(torch_device)[0]) if hasattr(module, "mem_get_info") else None
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    # What the probe found knows of a container's limits.
-    return available if device.memory_free_bytes is None else min(available, device.memory_free_bytes)
 
 
 FAR_CHECKS: dict[str, PoolCheck] = {"offsets beyond 31 bits are right": _far}

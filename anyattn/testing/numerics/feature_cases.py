@@ -1,0 +1,139 @@
+"""Cases of features: each by itself, at its edges, and together with others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from anyattn.testing.numerics.case import Case, Section, text_of
+from anyattn.testing.numerics.combinations import combinations
+from anyattn.testing.numerics.values import EXACT_WINDOW, Fields, declared_phases, features, serves, window_sizes
+from anyattn.types import FP8_DTYPES
+
+
+def single_features(section: Section) -> Iterator[Case]:
+    """Each by itself, with the LSE, and all that go together at once."""
+    declared = section.declared
+    for causal in sorted(declared.causal - {section.base.causal}):
+        yield from section.case(f"causal {causal}", "causal", spec={"causal": causal})
+    single = list(features(declared))
+    for capability, spec in single:
+        yield from section.case(text_of(spec), capability, spec=spec)
+    if declared.lse:
+        for capability, spec in [("lse", {}), *single]:
+            more = {**spec, "return_lse": True}
+            yield from section.case(text_of(more), "lse" if not spec else capability, spec=more)
+        for causal in sorted(declared.causal - {section.base.causal}):
+            yield from section.case(
+                f"causal {causal}, return_lse=True", "lse", spec={"causal": causal, "return_lse": True}
+            )
+    together: Fields = {}
+    for _, spec in single:
+        together |= {} if "tree_mask" in spec else spec
+    if len(together) > 1:
+        if "sliding_window" in together:
+            together["sliding_window"] = 64
+        yield from section.case(text_of(together), "combinations", spec=together)
+
+
+def windows(section: Section) -> Iterator[Case]:
+    """At every edge: of a page, of a sequence, of nothing but the token itself."""
+    if not serves(section.declared, "sliding_window"):
+        return
+    page_size = section.sizes[0]
+    for window in window_sizes(page_size) if section.depth == 2 else (1, page_size, EXACT_WINDOW):
+        spec: Fields = {"sliding_window": window}
+        yield from section.case(text_of(spec), "sliding_window", spec=spec)
+        if window in (1, page_size, 33):
+            name = f"{text_of(spec)}, in pages that are all kept"
+            yield from section.case(name, "sliding_window", spec=spec, window_pages=False)
+
+
+def trees_and_sinks(section: Section) -> Iterator[Case]:
+    """Trees and sinks that are not the usual ones."""
+    declared = section.declared
+    lse: Fields = {"return_lse": True} if declared.lse else {}
+    if serves(declared, "tree_mask"):
+        tree: Fields = {"tree_mask": True}
+        lens = ((3, 5, 7, 6), (9, 1, 2, 11), (1, 1, 1, 1))
+        yield from section.case(
+            "tree_mask=True, 3, 5, 6 and 7 tokens", "tree_mask", spec=tree, steps=lens, stored_before=(40, 1, 0, 63)
+        )
+        yield from section.case("tree_mask=True, for some sequences", "tree_mask", spec=tree, trees="some")
+        yield from section.case("tree_mask=True, masks that are no trees", "tree_mask", spec=tree, trees="arbitrary")
+        yield from section.case(
+            "tree_mask=True, rows that see nothing", "tree_mask", spec={**tree, **lse}, trees="blind"
+        )
+    if declared.sinks:
+        spec = {"sinks": True, **lse}
+        yield from section.case(f"{text_of(spec)}, from -1e4 to 30", "sinks", spec=spec, extreme_sinks=True)
+
+
+def pairs_with_masks(section: Section) -> Iterator[Case]:
+    """Trees, and what is not causal, with each feature that a spec allows beside them."""
+    declared = section.declared
+    masks: list[tuple[Fields, tuple[str, ...]]] = []
+    if any(features(declared, "tree_mask")):
+        masks.append(({"tree_mask": True}, ("logits_soft_cap", "sinks")))
+    if len(declared.causal) > 1:
+        masks.append(({"causal": False}, ("logits_soft_cap", "sinks", "alibi")))
+    for mask, names in masks:
+        for _, feature in features(declared, *names):
+            spec = {**mask, **feature}
+            yield from section.case(text_of(spec), "combinations", spec=spec)
+        for kv_dtype in sorted(declared.kv_dtypes & FP8_DTYPES):
+            spec = {**mask, "kv_dtype": kv_dtype}
+            yield from section.case(f"{text_of(mask)}, KV {kv_dtype}", "combinations", spec=spec, scale_as_tensor=True)
+
+
+def pairs_of_features(section: Section) -> Iterator[Case]:
+    """Each two values of these together, in few cases."""
+    declared = section.declared
+    others = [size for size in (1, 3, 16, 64) if size in declared.page_sizes and size != section.sizes[0]]
+    factors: list[list[Any]] = [
+        [{}, *(spec for _, spec in features(declared, name))]
+        for name in ("sliding_window", "logits_soft_cap", "sinks", "alibi")
+    ]
+    factors.append([{}, {"return_lse": True}] if declared.lse else [{}])
+    factors.append([{}, *({"kv_dtype": dtype} for dtype in sorted(declared.kv_dtypes & FP8_DTYPES))])
+    factors.append([section.sizes[0], *others[:1]])
+    factors.append(list(declared.layouts[:2]))
+    for chosen in combinations([len(values) for values in factors]):
+        *parts, size, layout = (values[index] for values, index in zip(factors, chosen, strict=True))
+        spec: Fields = {key: value for part in parts for key, value in part.items()}
+        shown = f"KV {spec['kv_dtype']}" if "kv_dtype" in spec else ""
+        text = text_of({key: value for key, value in spec.items() if key != "kv_dtype"})
+        name = ", ".join(part for part in (text, shown, f"page size {size}, {layout}") if part)
+        yield from section.case(name, "combinations", spec=spec, page_sizes=(size,), layouts=(layout,))
+
+
+def deterministic(section: Section) -> Iterator[Case]:
+    """One backend fills both roles then."""
+    declared = section.declared
+    if not (declared.deterministic and declared_phases(declared, "prefill", "decode", "mixed")):
+        return
+    alike: Fields = {"deterministic": True}
+    yield from section.case(text_of(alike), "deterministic", spec=alike)
+    if not section.depth:
+        return
+    for _, feature in features(declared):
+        spec = {**feature, **alike}
+        yield from section.case(text_of(spec), "deterministic", spec=spec)
+    for kv_dtype in sorted(declared.kv_dtypes & FP8_DTYPES):
+        spec = {"kv_dtype": kv_dtype, **alike}
+        yield from section.case(f"deterministic=True, KV {kv_dtype}", "deterministic", spec=spec)
+    others: list[tuple[str, Fields]] = [(dtype, {"dtype": dtype}) for dtype in sorted(declared.dtypes)]
+    if not section.base.is_mla:
+        others.append(("1 KV head", {"num_kv_heads": 1, "num_qo_heads": section.base.group_size}))
+    if declared.lse:
+        others.append(("return_lse=True", {"return_lse": True}))
+    for text, fields in others:
+        if fields != {"dtype": section.base.dtype}:
+            yield from section.case(f"deterministic=True, {text}", "deterministic", spec={**alike, **fields})
+    if section.depth == 2:  # where kernels split keys, by how many there are in the batch
+        yield from section.case(
+            "deterministic=True, 3000 tokens", "deterministic", spec=alike, steps=((1, 1, 1), (5, 1, 2), (1, 1, 1)),
+            stored_before=(3000, 5, 1023),
+        )  # fmt: skip
+        many = (tuple(range(1, 34)), (1,) * 33)
+        yield from section.case("deterministic=True, 33 sequences", "deterministic", spec=alike, steps=many)
