@@ -234,6 +234,63 @@ class SinkIgnored(OnRun):
         return q, kv, None, slopes
 
 
+class FirstScalesKept(OnRun):
+    """Those of whichever layer runs first."""
+
+    kept = None
+
+    def before(self, q, kv, sinks, slopes):
+        self.kept = self.kept or (kv.k_scale, kv.v_scale)
+        return q, dataclasses.replace(kv, k_scale=self.kept[0], v_scale=self.kept[1]), sinks, slopes
+
+
+class FirstSinksKept(OnRun):
+    kept = None
+
+    def before(self, q, kv, sinks, slopes):
+        self.kept = sinks if self.kept is None else self.kept
+        return q, kv, self.kept, slopes
+
+
+class MultiQueryTakenForTwoKVHeads(OnRun):
+    def after(self, out, lse):
+        if self.spec.num_kv_heads == 1:
+            out *= 1.1
+        return lse
+
+
+class Float16WithFP8(OnRun):
+    """Right with an fp8 cache for one dtype of q only."""
+
+    def after(self, out, lse):
+        if self.spec.dtype == "float16" and self.spec.storage_dtype in FP8_DTYPES:
+            out *= 1.1
+        return lse
+
+
+class LSEOfTheBatch(OnRun):
+    """A row's output does not depend on the batch; the last bits of its LSE do."""
+
+    def after(self, out, lse):
+        return lse if lse is None else lse * (1 + 2**-22 * (lse.shape[0] % 3))
+
+
+class TreeIgnoredWithFP8(Mutant):
+    def plan(self, batch):
+        masked = self.spec.storage_dtype not in FP8_DTYPES
+        return super().plan(batch if masked else dataclasses.replace(batch, tree_masks=None))
+
+
+class RopeIgnored(OnRun):
+    """Declares MLA, and multiplies the latents only."""
+
+    def before(self, q, kv, sinks, slopes):
+        if self.spec.is_mla:
+            q = q.clone()
+            q[..., self.spec.kv_lora_rank :] = 0
+        return q, kv, sinks, slopes
+
+
 class SinkOfAtMost20(OnRun):
     def before(self, q, kv, sinks, slopes):
         return q, kv, sinks.clamp(max=20), slopes
@@ -481,6 +538,14 @@ class RestOfTheLastPageMultipliedByZero(ReferenceBackend):
 WINDOW = "numerics/sliding_window=33, in pages that are all kept"
 END = "numerics/nothing behind a sequence's end is read"
 MUTANTS = [
+    (FirstScalesKept, "numerics/one plan for two layers, KV float8_e4m3fn, tensor scales", "layer 1"),
+    (FirstScalesKept, "numerics/one plan for two layers, KV float8_e5m2, float scales", "layer 1"),
+    (FirstSinksKept, "numerics/one plan for two layers, sinks=True", "layer 1"),
+    (MultiQueryTakenForTwoKVHeads, "numerics/4 query heads, KV heads: 1", "output is off"),
+    (Float16WithFP8, "numerics/float16, KV float8_e4m3fn", "output is off"),
+    (LSEOfTheBatch, "determinism/deterministic=True, return_lse=True", "LSE of sequence"),
+    (TreeIgnoredWithFP8, "numerics/tree_mask=True, KV float8_e4m3fn", "ignoring the tree mask"),
+    (RopeIgnored, "numerics/MLA 512+64 plain", "output is off"),
     (WindowOneTooLong, WINDOW, "a window one token longer"),
     (WindowOneTooLong, "numerics/sliding_window=33", "a window one token longer"),
     (WindowOneTooShort, WINDOW, "a window one token shorter"),
