@@ -275,6 +275,24 @@ class LSEOfTheBatch(OnRun):
         return lse if lse is None else lse * (1 + 2**-22 * (lse.shape[0] % 3))
 
 
+class OtherBitsEachTime(OnRun):
+    """As sums of atomic additions are."""
+
+    def after(self, out, lse):
+        out *= 1 + 2**-7 * torch.randint(2, out.shape)
+        return lse
+
+
+class PositionsChanged(Mutant):
+    def run(self, q, kv, plan, out, **per_head):
+        self.positions += 1
+        return super().run(q, kv, plan, out, **per_head)
+
+    def plan(self, batch):
+        self.positions = batch.positions
+        return super().plan(batch)
+
+
 class TreeIgnoredWithFP8(Mutant):
     def plan(self, batch):
         masked = self.spec.storage_dtype not in FP8_DTYPES
@@ -544,6 +562,8 @@ MUTANTS = [
     (MultiQueryTakenForTwoKVHeads, "numerics/4 query heads, KV heads: 1", "output is off"),
     (Float16WithFP8, "numerics/float16, KV float8_e4m3fn", "output is off"),
     (LSEOfTheBatch, "determinism/deterministic=True, return_lse=True", "LSE of sequence"),
+    (OtherBitsEachTime, "determinism/deterministic=True", "when the same is run again"),
+    (PositionsChanged, "memory/run leaves its inputs as they are", "run changed batch.positions"),
     (TreeIgnoredWithFP8, "numerics/tree_mask=True, KV float8_e4m3fn", "ignoring the tree mask"),
     (RopeIgnored, "numerics/MLA 512+64 plain", "output is off"),
     (WindowOneTooLong, WINDOW, "a window one token longer"),

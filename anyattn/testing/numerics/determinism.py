@@ -10,7 +10,7 @@ import torch
 from anyattn.attention.backend import AttentionBackend
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import Check, CheckFailedError, Measured
-from anyattn.testing.numerics.case_run import Driven, drive_and_judge
+from anyattn.testing.numerics.case_run import Driven, drive, drive_and_judge
 from anyattn.testing.numerics.cases import Case, cases_for
 from anyattn.testing.numerics.driver import build_runtime, run_step, set_scales, store
 from anyattn.testing.numerics.expectation import PARTS, Results
@@ -30,8 +30,19 @@ def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]
 def run_case(backend: type[AttentionBackend], case: Case, platform: Platform, seed: int) -> Measured:
     """Raises CheckFailedError where a result is wrong, or depends on the batch."""
     driven, measured = drive_and_judge(backend, case, platform, seed)
+    _compare_again(driven, drive(backend, case, platform, seed))
     _compare_alone(backend, case, platform, seed, driven)
     return measured
+
+
+def _compare_again(first: Driven, second: Driven) -> None:
+    """Raises CheckFailedError where the same run does not give the same bits a second time."""
+    for once, again, expected in zip(first.got, second.got, first.expected, strict=True):
+        if (part := _differs(once, again)) is not None:
+            raise CheckFailedError(
+                f"{PARTS[part]} in {expected.name} ({expected.phase}) differs, by up to "
+                f"{_largest(once[part], again[part]):.3g}, when the same is run again; deterministic is declared"
+            )
 
 
 def _compare_alone(

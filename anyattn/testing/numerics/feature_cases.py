@@ -7,7 +7,15 @@ from typing import Any
 
 from anyattn.testing.numerics.case import Case, Section, text_of
 from anyattn.testing.numerics.combinations import combinations
-from anyattn.testing.numerics.values import EXACT_WINDOW, Fields, declared_phases, features, serves, window_sizes
+from anyattn.testing.numerics.values import (
+    EXACT_WINDOW,
+    Fields,
+    declared_phases,
+    features,
+    head_dims,
+    serves,
+    window_sizes,
+)
 from anyattn.types import FP8_DTYPES
 
 
@@ -130,10 +138,17 @@ def deterministic(section: Section) -> Iterator[Case]:
     for text, fields in others:
         if fields != {"dtype": section.base.dtype}:
             yield from section.case(f"deterministic=True, {text}", "deterministic", spec={**alike, **fields})
+    for layout in declared.layouts[1:]:
+        yield from section.case(f"deterministic=True, layout {layout}", "deterministic", spec=alike, layouts=(layout,))
     if section.depth == 2:  # where kernels split keys, by how many there are in the batch
         yield from section.case(
             "deterministic=True, 3000 tokens", "deterministic", spec=alike, steps=((1, 1, 1), (5, 1, 2), (1, 1, 1)),
             stored_before=(3000, 5, 1023),
         )  # fmt: skip
-        many = (tuple(range(1, 34)), (1,) * 33)
-        yield from section.case("deterministic=True, 33 sequences", "deterministic", spec=alike, steps=many)
+        for number in (33, 80):
+            many = (tuple(1 + i % 33 for i in range(number)), (1,) * number)
+            name = f"deterministic=True, {number} sequences"
+            yield from section.case(name, "deterministic", spec=alike, steps=many)
+        for qk, vo in [*head_dims(declared)][1:3] if not section.base.is_mla else ():
+            sized = {**alike, "head_dim": qk, "v_head_dim": None if qk == vo else vo}
+            yield from section.case(f"deterministic=True, head dim {qk}, {vo}", "deterministic", spec=sized)

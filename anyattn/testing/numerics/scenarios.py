@@ -194,17 +194,27 @@ def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Pla
         q = fused[:, : work.step.q.shape[1]]
         per_head = _per_head_on(rt, sequences.per_head)
         given = {"q": fused, **{name: values for name, values in per_head.items() if values is not None}}
-        for name in ("qo_indptr", "kv_lens", "kv_indptr", "kv_indices", "kv_last_page_len", "block_table"):
-            given[f"batch.{name}"] = getattr(work.batch.of_pool(rt.places[0][0]), name)
+        batch = work.batch.of_pool(rt.places[0][0])
+        for name in _OF_THE_BATCH:
+            given[f"batch.{name}"] = getattr(batch, name)
+        given |= {f"tree mask {i}": mask for i, mask in enumerate(batch.tree_masks or ()) if mask is not None}
         before = {name: values.clone() for name, values in given.items()}
         contiguous = step.backend.capabilities.contiguous_q
         out = q.new_empty(q.shape[0], case.spec.num_qo_heads, case.spec.vo_head_dim)
-        step.backend.run(q.contiguous() if contiguous else q, layer_kv(rt, 0), step.plan, out, **per_head)
+        if contiguous:
+            q = given["q"] = q.contiguous()
+            before["q"] = q.clone()
+        step.backend.run(q, layer_kv(rt, 0), step.plan, out, **per_head)
         for name, values in given.items():
             if not torch.equal(values, before[name]):
                 raise CheckFailedError(
                     f"run changed {name} in {work.expected.name} ({work.batch.phase}), which is the caller's"
                 )
+
+
+_OF_THE_BATCH = (
+    "qo_indptr", "kv_lens", "kv_indptr", "kv_indices", "kv_last_page_len", "block_table", "out_slots", "positions",
+)  # fmt: skip
 
 
 _FUNCTIONS: dict[Tier, dict[str, Function]] = {
