@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports transfor
 try:
     from hypothesis import settings
 except ImportError:
-    pass  # a borrowed GPU host may have pytest alone, which is enough for the kernels' tests
+    pass  # a machine may have pytest alone, which is enough for the kernels' tests
 else:
     settings.register_profile("anyattn", deadline=None)
     settings.register_profile("anyattn-ci", deadline=None, derandomize=True, print_blob=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from anyattn.errors import ContractError
+from anyattn.plugins import builtin
 from anyattn.plugins.installed import installed_plugins
 
 PluginKind = Literal["backend", "platform", "allocator"]
@@ -89,6 +90,9 @@ def _rival(module: str) -> str | None:
         return "anyattn itself" if module == "anyattn" else "the folder of its tests"
     if module in sys.stdlib_module_names:
         return "a module of Python itself"
+    hooks = [hook for name, hook in vars(builtin).items() if name.startswith("anyattn_")]
+    if any(module == re.sub(r"[-_.]+", "_", name).lower() for hook in hooks for name in hook()):
+        return "the name of something that anyattn itself offers, which keeps it"
     targets = [plugin.target_parts() for plugin in installed_plugins()]
     if any(target[0].partition(".")[0] == module for target in targets if target is not None):
         return None

@@ -47,13 +47,16 @@ def find_targets(text: str, plugins: PluginManager) -> list[Target]:
     if ":" in text:
         return [_at(text, plugins)]
     offers = [(kind, offer) for hook, kind in _HOOK_KINDS.items() for offer in _offered(plugins, hook)]
+    for record in plugins.records:
+        if record.name == text and record.problems:
+            raise ContractError(f"plugin {text} is not as its author means it to be: {' '.join(record.problems)}")
     chosen = [(kind, offer) for kind, offer in offers if offer.plugin == text]
     chosen = chosen or [(kind, offer) for kind, offer in offers if offer.name == text]
     if not chosen:
         names = ", ".join(sorted({offer.name for _, offer in offers} | {offer.plugin for _, offer in offers}))
         raise ContractError(
-            f"{text!r} is neither package.module:attribute nor what an installed plugin offers; offered are {names}. "
-            f"{' '.join(plugins.problems)}".rstrip()
+            f"{text!r} is neither package.module:attribute nor what an installed plugin offers (`anyattn plugins` "
+            f"shows them; is the package installed?). {' '.join([*plugins.problems, ''])}Offered are {names}."
         )
     return [
         Target(kind=kind, name=offer.name, place=offer.target, loaded=offer.load(), offer=offer)

@@ -87,6 +87,7 @@ def test_what_no_distribution_may_be_called_is_refused_with_the_rule(anyattn, he
         ("AnyAttn", "anyattn is anyattn itself"),
         ("tests", "tests is the folder of its tests"),
         ("random", "random is a module of Python itself"),
+        ("torch_native", "torch_native is the name of something that anyattn itself offers"),
         ("torch", "torch is installed here already"),
         ("numpy", "numpy is installed here already"),
         ("3d-attention", "Python cannot import '3d_attention'. Begin with a letter"),

@@ -65,14 +65,14 @@ calls = itertools.count()
 
 
 def device(**facts):
-    facts = {"kind": "tpu", "vendor": "v", "name": "n", "arch": "a", "torch_device": "tpu:0", **facts}
+    facts = {"kind": "tpu", "vendor": "v", "name": "n", "arch": "a", "torch_device": "cpu", **facts}
     return Platform(**facts)
 
 
 def tpu():
     gone = "torch_tpu is not installed; run `pip install torch-tpu`"
     return ProbeResult(
-        devices=(device(problems=(gone,)), device(torch_device="tpu:1", memory_free_bytes=next(calls))),
+        devices=(device(torch_device="tpu:0", problems=(gone,)), device(memory_free_bytes=next(calls))),
         problems=("the fan is loud",),
     )
 
@@ -187,8 +187,8 @@ MUTANTS = {
         "its devices are of the kind that it is offered for",
         "of kind 'npu', and the probe is offered for 'tpu'",
     ),
-    "pretends": ("its devices are not simulated", "tpu:0 (n, a) is simulated: offer it in anyattn_simulated_devices"),
-    "twice": ("its devices differ in torch_device", "several devices are tpu:0 to torch"),
+    "pretends": ("its devices are not simulated", "cpu (n, a) is simulated: offer it in anyattn_simulated_devices"),
+    "twice": ("its devices differ in torch_device", "several devices are cpu to torch"),
     "helpless": (
         "a device's problems say what is wrong; what mends it",
         "'the driver is too old' keeps a device from being used and does not say what mends that",
@@ -237,7 +237,7 @@ def test_a_probe_that_keeps_the_contract_fails_nothing(probe, name):
 
 def test_where_no_device_is_found_what_is_about_devices_cannot_be_checked(probe):
     texts = [str(error) for error in outcomes(probe("without_hardware"), LIMIT_S).values() if error is not None]
-    assert texts.count("the probe finds no device here.") == 6
+    assert texts.count("the probe finds no device here.") == 7
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -143,6 +143,17 @@ def test_exit_first_ends_at_the_first_failure_and_what_is_left_is_told():
     )
 
 
+def test_a_device_that_is_lost_ends_the_run_and_what_is_left_is_told(monkeypatch):
+    monkeypatch.setattr("anyattn.testing.command.runner.answers", lambda device: False)
+    found = verification(check("a", breaking), check("b", passing))
+    (outcomes,) = run_checks([found], seed=3)
+    (outcome,) = outcomes
+    assert outcome.result == "failed"
+    assert "does not answer any more: a kernel read or wrote where it must not" in outcome.message
+    report = Report(verification=found, outcomes=tuple(outcomes), seed=3, command="")
+    assert [entry.tiers for entry in report.not_run] == [("numerics",)]
+
+
 def test_progress_is_told_what_is_done_and_what_is_next():
     told = []
     results(check("a", passing), check("b", failing), started=lambda done, name: told.append((done, name)))

@@ -218,4 +218,5 @@ class _Plugin:
         return report
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self.interrupted = True
+        # What ends the run by `shouldstop` comes by this way too.
+        self.interrupted = not isinstance(excinfo.value, pytest.Session.Interrupted)

@@ -20,6 +20,7 @@ from anyattn.testing.contract.classes import (
 )
 from anyattn.testing.contract.fresh_process import call
 from anyattn.testing.contract.probing import probed, probed_in_a_fork
+from anyattn.testing.device import answers
 from anyattn.testing.target import Target
 
 _PYTHONS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT")
@@ -45,6 +46,7 @@ def checks(target: Target, *, time_limit_s: float | None = None) -> Iterator[Che
         ("contract", "its devices can be written as JSON", _require_json),
         ("problems", "the problems are lines of text", _require_texts),
         ("problems", "a device's problems say what is wrong; what mends it", _require_remedies),
+        ("torch_device", "torch computes on a device without problems", _require_torch),
         ("contract", "it runs without importing torch", _require_no_torch),
         ("contract", "it finds the same in a forked process", _require_same_in_a_fork),
         ("contract", "it runs without any environment variable", _require_no_environment),
@@ -143,6 +145,15 @@ def _require_distinct(target: Target, limit_s: float) -> None:
     names = [device.torch_device for device in _devices(target, limit_s)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CheckFailedError(f"several devices are {', '.join(twice)} to torch, which tells them apart by that name.")
+
+
+def _require_torch(target: Target, limit_s: float) -> None:
+    for device in _devices(target, limit_s):
+        if not device.problems and not answers(device):
+            raise CheckFailedError(
+                f"{target.place} found {device}, which has no problems, and torch cannot add two numbers on "
+                f"{device.torch_device!r}: say in `problems` why it cannot be used, and what mends that."
+            )
 
 
 def _require_frozen(target: Target, limit_s: float) -> None:
