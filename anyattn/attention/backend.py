@@ -57,7 +57,8 @@ class AttentionBackend(ABC):
             dimension is contiguous.
         out: [num_tokens, num_qo_heads, vo_head_dim], spec.dtype, contiguous; written here. 0 for a row that sees
             nothing.
-        sinks, alibi_slopes: [num_qo_heads], float32, given when and only when the spec asks for them.
+        sinks: [num_qo_heads], float32 or bfloat16, as the engine has them; alibi_slopes: [num_qo_heads], float32. Given
+            when and only when the spec asks for them.
 
         Returns the LSE, [num_tokens, num_qo_heads], float32, natural log, -inf for a row that sees nothing, when
         spec.return_lse; otherwise None.

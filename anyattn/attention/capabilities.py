@@ -38,7 +38,8 @@ class Capabilities:
     archs: of those devices; None means every one.
     features: instruction sets or units the device must have.
     packages: what must be installed, as requirement strings ("flashinfer-python>=0.6"), and `extra` the extra of
-        anyattn that brings them.
+        anyattn that brings them. An entry may list alternatives, "a>=1 | module:b.c", of which one is enough; a build
+        that several distributions bring is named by its module, which is looked for and not imported.
     programs: what must be on the PATH, by name; "$CXX|g++" is what the variable CXX names, g++ where it is not set.
     kv_dtypes: dtypes of the cache served besides the spec's own, any of them with any of `dtypes`; fp8 is read as
         value times scale. Leave it empty where the cache has q's dtype.
@@ -49,6 +50,10 @@ class Capabilities:
         besides; `any_head_dim_pair`: all of them.
     mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
     group_sizes: query heads a KV head.
+    decode_qo_len: in the role of decode, most new tokens of each sequence; more than 1 are asked for where all of a
+        batch have as many, as in verification of speculated chains, and graphs of them where `graph` is uniform.
+    not_together: pairs of features each of which is served, but not both of them in one spec; `feature_names` says what
+        they are called.
     layouts: in order of preference; `preferred_page_size` likewise breaks the tie when nobody asked for a size.
     strided_pages: whether it reads pages that do not lie one behind the other: the stride of the first axis of `kv.k`
         and `kv.v` is then any number of elements, no less than a page's.
@@ -81,6 +86,7 @@ class Capabilities:
     layouts: tuple[KVLayout, ...]
     strided_pages: bool = False
     phases: frozenset[Phase]
+    decode_qo_len: int = 1
     causal: frozenset[bool] = frozenset({True})
     sliding_window: bool = False
     logits_soft_cap: bool = False
@@ -91,6 +97,7 @@ class Capabilities:
     graph: GraphLevel = GraphLevel.NEVER
     deterministic: bool = False
     contiguous_q: bool = False
+    not_together: tuple[tuple[str, str], ...] = ()
     priority: Priority = 0
     run_on: frozenset[str] = frozenset()
     emulated_on: frozenset[str] = frozenset()
@@ -128,6 +135,14 @@ class Capabilities:
             for pair in getattr(self, name):
                 if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n > 0 for n in pair)):
                     raise ContractError(f"capabilities: {name} must hold pairs of positive integers, not {pair!r}.")
+        for pair in self.not_together:
+            if not (isinstance(pair, tuple) and len({*pair}) == len(pair) == 2 and {*pair} <= FEATURES.keys()):
+                raise ContractError(
+                    f"capabilities: not_together must hold pairs of features, not {pair!r}; known are "
+                    f"{_names(FEATURES)}."
+                )
+        if self.decode_qo_len < 1:
+            raise ContractError(f"capabilities: decode_qo_len must be at least 1, not {self.decode_qo_len}.")
         if self.preferred_page_size is not None and self.preferred_page_size not in self.page_sizes:
             raise ContractError(f"capabilities: preferred_page_size {self.preferred_page_size} is not in page_sizes.")
         if isinstance(self.priority, bool) or not (isinstance(self.priority, int | float) or callable(self.priority)):
@@ -179,6 +194,7 @@ class Capabilities:
             *self._dtype_reasons(spec),
             *self._head_reasons(spec),
             *self._feature_reasons(spec),
+            *self._pair_reasons(spec),
             *self._graph_reasons(spec, platform, role),
             *self._paging_reasons(page_size, layout, joined_layers),
             *_unknown_field_reasons(spec),
@@ -291,6 +307,17 @@ class Capabilities:
             if getattr(spec, name) != _NEUTRAL[name] and not supported:
                 yield _replace_reason(name, getattr(spec, name), [_NEUTRAL[name]])
 
+    def _pair_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+        for first, second in self.not_together:
+            if {first, second} <= feature_names(spec):
+                yield Reason(
+                    field=FEATURES[second],
+                    wanted=f"{second} together with {first}",
+                    supported=f"{first} and {second} each without the other",
+                    remedy="name another backend",
+                    another=True,
+                )
+
     def _graph_reasons(self, spec: AttentionSpec, platform: Platform, role: Role) -> Iterable[Reason]:
         """Of steps with one new token each the decode backend has the graphs, of all others that of prefill."""
         most = min(self.graph, platform.graph)
@@ -320,11 +347,42 @@ class Capabilities:
             )
 
 
+FEATURES = {
+    "mla": "kv_lora_rank",
+    "value_head_dim": "v_head_dim",
+    "fp8": "kv_dtype",
+    "non_causal": "causal",
+    **{
+        name: name
+        for name in (
+            "kv_scale_per_head", "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse",
+            "deterministic",
+        )
+    },
+    **dict.fromkeys((name for name in DTYPE_BYTES if name not in FP8_DTYPES), "dtype"),
+}  # fmt: skip
+"""What `Capabilities.not_together` calls features, and the spec's field that asks for each."""
+
+
+def feature_names(spec: AttentionSpec) -> set[str]:
+    """The features of a spec, as `Capabilities.not_together` calls them."""
+    present = {
+        "mla": spec.is_mla,
+        "value_head_dim": not spec.is_mla and spec.vo_head_dim != spec.head_dim,
+        "fp8": spec.storage_dtype in FP8_DTYPES,
+        "non_causal": not spec.causal,
+        spec.dtype: True,
+    }
+    asked = {name for name, field in FEATURES.items() if name == field and getattr(spec, name) != _NEUTRAL[name]}
+    return asked | {name for name, is_there in present.items() if is_there}
+
+
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("device_kinds", "archs"), (frozenset, type(None))),
     **dict.fromkeys(("features", "dtypes", "kv_dtypes", "head_dim_pairs", "mla_dims", "phases", "causal"), frozenset),
     **dict.fromkeys(("run_on", "emulated_on", "contract_tested_on"), frozenset),
-    **dict.fromkeys(("packages", "programs", "layouts"), tuple),
+    **dict.fromkeys(("packages", "programs", "layouts", "not_together"), tuple),
+    "decode_qo_len": int,
     **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
     "head_dims": (IntSet, type(None)),
     "preferred_page_size": (int, type(None)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.types import TYPICAL_LOAD, Load, Role
+from anyattn.types import TYPICAL_LOAD, GraphLevel, Load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,28 +35,31 @@ class HybridBackend:
 
     def plan(self, batch: Batch) -> PlannedStep:
         """Picks the backend by the batch and has it plan."""
-        backend = self._pick(batch, _load_of(batch))
+        host = batch.host
+        load = Load(num_seqs=batch.num_seqs, kv_len=int(host.kv_lens.sum()) // max(batch.num_seqs, 1))
+        uniform = batch.num_tokens == batch.num_seqs * batch.max_qo_len and batch.tree_masks is None
+        backend = self._pick(batch.max_qo_len if uniform else None, load, GraphLevel.NEVER)
         return PlannedStep(backend, backend.plan(batch))
 
-    def init_graph(self, batch: Batch) -> PlannedStep:
-        """Picks the backend by the graph's sizes, for good: as many sequences, of the typical length or the longest."""
+    def init_graph(self, batch: Batch, level: GraphLevel) -> PlannedStep:
+        """Picks the backend by the graph's sizes, for good: as many sequences, of the typical length or the longest.
+
+        level: of the graph, which says whether all sequences have as many new tokens.
+        """
         load = Load(num_seqs=batch.num_seqs, kv_len=min(batch.max_kv_len, TYPICAL_LOAD.kv_len))
-        backend = self._pick(batch, load)
+        uniform = level != GraphLevel.ALWAYS and batch.tree_masks is None
+        backend = self._pick(batch.max_qo_len if uniform else None, load, level)
         return PlannedStep(backend, backend.init_graph(batch))
 
-    def _pick(self, batch: Batch, load: Load) -> AttentionBackend:
+    def _pick(self, qo_len: int | None, load: Load, level: GraphLevel) -> AttentionBackend:
+        """qo_len: new tokens of each sequence; None where they differ, or where trees mask them."""
         chosen = self._selection
-        if _role_of(batch) != "decode":
+        if qo_len is None:
             return self._backends[chosen.prefill]
         by_load = chosen.decode_by_load
-        return self._backends[chosen.decode if by_load is None else by_load.pick(load)]
-
-
-def _load_of(batch: Batch) -> Load:
-    """How big a batch is; taken from the host's lengths."""
-    return Load(num_seqs=batch.num_seqs, kv_len=int(batch.host.kv_lens.sum()) // max(batch.num_seqs, 1))
-
-
-def _role_of(batch: Batch) -> Role:
-    """The role that serves a batch."""
-    return "decode" if batch.phase == "decode" else "prefill"
+        decode = self._backends[chosen.decode if by_load is None else by_load.pick(load)]
+        declared = decode.capabilities
+        # Of one token each, a graph is asked of decode at its own level; of several, it serves what it declares.
+        if qo_len == 1 or (qo_len <= declared.decode_qo_len and level <= declared.graph):
+            return decode
+        return self._backends[chosen.prefill]

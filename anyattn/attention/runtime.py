@@ -151,7 +151,7 @@ class AttentionRuntime:
             runtime=self,
             batch=graph.batch,
             steps=tuple(
-                backend.init_graph(graph.batch.of_pool(pool))
+                backend.init_graph(graph.batch.of_pool(pool), sizes.level)
                 for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
             ),
             num_frees=self.table.num_frees,
@@ -199,7 +199,8 @@ class AttentionRuntime:
         k: [num_tokens, num_kv_heads, head_dim]; for MLA [num_tokens, kv_lora_rank + qk_rope_head_dim].
         v: [num_tokens, num_kv_heads, v_head_dim]; for MLA None, or the rope part [num_tokens, qk_rope_head_dim] beside
             a k that is the latent part alone, [num_tokens, kv_lora_rank].
-        sinks, alibi_slopes: [num_qo_heads], when and only when the spec asks for them.
+        sinks, alibi_slopes: [num_qo_heads], when and only when the spec asks for them. Sinks that a model
+            has in bfloat16 are best passed so: some kernels take no others.
         out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous; a new tensor otherwise.
 
         q, k and v may have any strides. Returns the output, and with spec.return_lse a pair of it and the LSE,
@@ -352,7 +353,7 @@ def _check_tensor(
 def _per_head(
     name: str, values: torch.Tensor | None, wanted: bool, spec: AttentionSpec, device: torch.device
 ) -> torch.Tensor | None:
-    """sinks or ALiBi slopes as backends take them: float32."""
+    """sinks or ALiBi slopes as backends take them: float32, and sinks as bfloat16 where that is what they are."""
     if values is None and not wanted:
         return None
     if values is None:
@@ -363,7 +364,8 @@ def _per_head(
         raise ContractError(f"{name} must be a tensor of [{spec.num_qo_heads}] numbers.")
     if values.device != device:
         raise ContractError(f"{name} must be on {device}, not on {values.device}.")
-    return values.detach().float()
+    as_given = values.dtype == torch.float32 or (name == "sinks" and values.dtype == torch.bfloat16)
+    return values.detach() if as_given else values.detach().float()
 
 
 def _absorb(q: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import platform as python_platform
 from typing import Annotated, Any
 
 import typer
-from packaging.requirements import Requirement
 
 from anyattn.arguments import checked_preference
 from anyattn.attention.spec import AttentionSpec
@@ -18,6 +17,7 @@ from anyattn.dry_run import Survey, survey_layers
 from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
 from anyattn.plugins.isolation import stdout_on_stderr
+from anyattn.plugins.requirements import package_names
 from anyattn.settings import Settings, misspelled_variables
 
 USUAL_SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
@@ -117,7 +117,7 @@ def _facts(device: Platform) -> list[tuple[str, str]]:
 
 def _versions(found: Survey) -> dict[str, str | None]:
     """Of Python, of what anyattn runs on and of what the backends ask for; None for what is not installed."""
-    asked = [Requirement(text).name for backend in found.candidates.backends for text in backend.capabilities.packages]
+    asked = [name for each in found.candidates.backends for name in package_names(each.capabilities.packages)]
     versions: dict[str, str | None] = {"python": python_platform.python_version()}
     return versions | {name: installed_version(name) for name in dict.fromkeys([*_PACKAGES, *asked])}
 

@@ -7,6 +7,7 @@ import pytest
 
 from anyattn import AttentionSpec, Capabilities, ContractError, GraphLevel, Platform
 from anyattn.attention.capabilities import _JUDGED_FIELDS
+from anyattn.attention.reference import ReferenceBackend
 from anyattn.types import ANY_INT, IntSet, ints
 
 CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
@@ -272,3 +273,25 @@ def test_a_declaration_that_means_nothing_cannot_be_made(fields):
 def test_an_int_set_that_is_empty_or_not_of_positive_integers_cannot_be_made(fields):
     with pytest.raises(ValueError, match="IntSet"):
         IntSet(**fields)
+
+
+def test_features_that_do_not_go_together_are_refused_where_a_spec_has_both():
+    declared = dataclasses.replace(
+        ReferenceBackend.capabilities,
+        not_together=(("mla", "fp8"), ("sliding_window", "sinks"), ("float16", "alibi")),
+    )
+
+    def fields(spec):
+        return [reason.field for reason in declared.reject_reasons(spec, CPU, "decode")]
+
+    heads = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    mla = AttentionSpec.mla(num_qo_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, sm_scale=0.1)
+    fp8 = "float8_e4m3fn"
+    for spec in (heads.replace(kv_dtype=fp8), mla, heads.replace(sinks=True), heads.replace(sliding_window=9)):
+        assert fields(spec) == []
+    assert fields(mla.replace(kv_dtype=fp8)) == ["kv_dtype"]
+    assert fields(heads.replace(sliding_window=9, sinks=True)) == ["sinks"]
+    assert fields(heads.replace(dtype="float16", alibi=True)) == ["alibi"]
+    for wrong in (("mla", "mla"), ("mla", "nonesuch"), ("mla",), "mla"):
+        with pytest.raises(ContractError, match="not_together"):
+            dataclasses.replace(declared, not_together=(wrong,))

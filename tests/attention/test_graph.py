@@ -13,6 +13,7 @@ import torch
 
 import anyattn
 from anyattn import AttentionBackend, AttentionSpec, ContractError, GraphLevel, Platform
+from anyattn.attention.batch import Batch
 from anyattn.attention.graph import GraphBatch, GraphSizes
 from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.load_table import LoadTable
@@ -469,9 +470,10 @@ def test_tree_masks_are_refused_by_a_graph_that_has_none():
 # Who serves a graph
 
 
-def picked(batch):
+def picked(graph, decode_qo_len=1, level=GraphLevel.DECODE):
     def backend(name):
-        return SimpleNamespace(init_graph=lambda batch: name)
+        declared = SimpleNamespace(decode_qo_len=decode_qo_len, graph=level)
+        return SimpleNamespace(init_graph=lambda batch: name, capabilities=declared)
 
     def best(load):
         if load.num_seqs < 8:
@@ -480,14 +482,14 @@ def picked(batch):
 
     chosen = SimpleNamespace(prefill="prefill", decode="few", decode_by_load=LoadTable.of(best))
     backends = {name: backend(name) for name in ("prefill", "few", "short", "typical", "long")}
-    return HybridBackend(chosen, backends).init_graph(batch).plan
+    return HybridBackend(chosen, backends).init_graph(graph.batch, graph.sizes.level).plan
 
 
 def test_the_backend_of_a_graph_is_picked_once_by_its_role_and_its_sizes():
     def batch(num_seqs, max_kv_len, level=GraphLevel.DECODE, num_tokens=None):
         table = PageTable(PagedAllocator(8, 4), 4)
         sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens or num_seqs, "max_kv_len": max_kv_len}
-        return GraphBatch(table, GraphSizes(level=level, **sizes)).batch
+        return GraphBatch(table, GraphSizes(level=level, **sizes))
 
     assert picked(batch(4, 4096)) == "few"
     assert picked(batch(8, 1000)) == "short"
@@ -495,7 +497,12 @@ def test_the_backend_of_a_graph_is_picked_once_by_its_role_and_its_sizes():
     assert picked(batch(8, 1000, GraphLevel.UNIFORM)) == "short"
     assert picked(batch(8, 1000, GraphLevel.UNIFORM, 16)) == "prefill"
     assert picked(batch(8, 1000, GraphLevel.ALWAYS)) == "prefill"
-    assert picked(tree_graph()[1].batch) == "prefill"
+    assert picked(tree_graph()[1]) == "prefill"
+    uniform = batch(8, 1000, GraphLevel.UNIFORM, 16)
+    assert picked(uniform, decode_qo_len=2, level=GraphLevel.UNIFORM) == "short"
+    assert picked(uniform, decode_qo_len=2, level=GraphLevel.DECODE) == "prefill"
+    assert picked(tree_graph()[1], decode_qo_len=9, level=GraphLevel.ALWAYS) == "prefill"
+    assert picked(batch(8, 1000, GraphLevel.ALWAYS, 16), decode_qo_len=9, level=GraphLevel.ALWAYS) == "prefill"
 
 
 def test_a_graph_runs_with_the_backend_that_it_was_made_with_whatever_the_load():
@@ -507,3 +514,27 @@ def test_a_graph_runs_with_the_backend_that_it_was_made_with_whatever_the_load()
     assert dataclasses.is_dataclass(graph)
     with pytest.raises(dataclasses.FrozenInstanceError):
         graph.steps = ()
+
+
+# Who serves a batch
+
+
+def test_batches_of_as_many_tokens_each_go_to_a_decode_backend_that_serves_so_many():
+    table = PageTable(PagedAllocator(40, 4), 4)
+    seqs = table.new_sequences(3)
+
+    def picked(counts, decode_qo_len, masks=None):
+        def backend(name):
+            declared = SimpleNamespace(decode_qo_len=decode_qo_len, graph=GraphLevel.NEVER)
+            return SimpleNamespace(plan=lambda batch: name, capabilities=declared)
+
+        chosen = SimpleNamespace(prefill="prefill", decode="decode", decode_by_load=None)
+        view = table.extend(seqs, counts)
+        batch = Batch.from_view(view, view.tensors(), masks)
+        return HybridBackend(chosen, {name: backend(name) for name in ("prefill", "decode")}).plan(batch).plan
+
+    assert picked([1, 1, 1], 1) == "decode"
+    assert picked([3, 3, 3], 2) == "prefill"
+    assert picked([3, 3, 3], 3) == "decode"
+    assert picked([3, 3, 0], 3) == picked([3, 2, 1], 3) == "prefill"
+    assert picked([2, 2, 2], 3, (torch.ones(2, 2, dtype=torch.bool),) * 3) == "prefill"

@@ -1,10 +1,11 @@
 """What a backend needs and has not: a reason with the command that mends it."""
 
 import importlib.metadata
+import sys
 
 import pytest
 
-from anyattn.plugins.requirements import missing_packages, missing_programs
+from anyattn.plugins.requirements import check_entry, missing_packages, missing_programs, package_names
 
 
 def test_what_is_here_is_no_reason():
@@ -40,3 +41,33 @@ def test_a_program_is_looked_for_on_the_path_by_its_variable_first(tmp_path, mon
     assert (reason.field, reason.wanted, reason.supported) == ("program", "another", "not on the PATH")
     assert reason.remedy == "install another, or set MINE to another"
     assert missing_programs(["nonesuch"])[0].remedy == "install nonesuch"
+
+
+def test_one_of_several_alternatives_is_enough():
+    assert missing_packages(["nonesuch>=2 | module:nonesuch | packaging>=1"], "") == ()
+    (reason,) = missing_packages(["nonesuch>=2 | module:nonesuch.kernels"], "fa3")
+    assert (reason.wanted, reason.supported) == ("nonesuch>=2 or nonesuch.kernels", "not installed")
+    assert reason.remedy == 'pip install "anyattn[fa3]"'
+
+
+def test_a_module_is_found_without_importing_the_package_that_it_lies_in(tmp_path, monkeypatch):
+    package = tmp_path / "loud_package" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "kernels.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_packages(["module:loud_package.inner.kernels"], "") == ()
+    assert [r.wanted for r in missing_packages(["module:loud_package.other", "module:loud_package.inner.a.b"], "")] == [
+        "loud_package.other",
+        "loud_package.inner.a.b",
+    ]
+    assert "loud_package" not in sys.modules
+
+
+def test_entries_that_cannot_be_read_are_told():
+    assert package_names(["torch>=2.9 | module:a.b | triton"]) == ["torch", "triton"]
+    check_entry("torch>=2.9 | module:a.b")
+    for entry in ("module:a..b", "module:", ">=2", "torch>=2.9 | "):
+        with pytest.raises(ValueError):  # noqa: PT011
+            check_entry(entry)

@@ -109,6 +109,10 @@ def test_every_built_in_backend_keeps_the_contract(name):
         {"head_dims": None, "mla_dims": frozenset({(512, 64)}), "group_sizes": ints(16, 128)},
         {"head_dims": ints(77), "dtypes": frozenset({"float64"}), "causal": frozenset({False})},
         {"phases": frozenset({"decode"}), "tree_mask": True},
+        {"phases": frozenset({"decode"}), "decode_qo_len": 8},
+        {"not_together": (("tree_mask", "sinks"), ("non_causal", "bfloat16")), "mla_dims": frozenset({(512, 64)})},
+        {"not_together": (("mla", "fp8"), ("fp8", "value_head_dim")), "mla_dims": frozenset({(512, 64)}),
+         "kv_dtypes": frozenset({"float8_e4m3fn"}), "head_dim_pairs": frozenset({(192, 128)})},
         {"phases": frozenset({"prefill", "mixed"})},
         {"graph": GraphLevel.NEVER, "page_sizes": ANY_INT, "layouts": ("5D", "NZ", "NHD")},
     ],
@@ -131,7 +135,7 @@ def test_every_field_of_a_declaration_has_a_check():
     declared = declaring(
         extra="cuda", graph=GraphLevel.DECODE, phases=frozenset({"prefill", "mixed", "decode", "verify"}),
         tree_mask=True, features=frozenset({"f"}), device_kinds=frozenset({"k"}), emulated_on=frozenset({"k"}),
-        contract_tested_on=frozenset({"k"}),
+        contract_tested_on=frozenset({"k"}), decode_qo_len=3, not_together=(("sinks", "return_lse"),),
     )  # fmt: skip
     rows = {check.capability for check in backend_contract.checks(of_class(declared))}
     rows |= {check.capability for check in backend_contract.checks(of_class(Plain))}

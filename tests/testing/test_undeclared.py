@@ -151,7 +151,7 @@ class Undeterministic(TorchNativeBackend):
 class BatchMatesMatter(Undeterministic):
     def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None):
         lse = super().run(q, kv, plan, out, sinks=sinks, alibi_slopes=alibi_slopes)
-        out *= 1 + 2**-7 * (len(plan) % 2)
+        out *= 1 + 2**-8 * (len(plan) % 2)  # one step of bfloat16, so that nothing but determinism fails
         return lse
 
 

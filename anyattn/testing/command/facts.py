@@ -10,11 +10,10 @@ import platform as host
 from collections.abc import Mapping
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from anyattn.errors import contained
 from anyattn.platforms.base import Platform
 from anyattn.plugins.records import BUILTIN, owner
+from anyattn.plugins.requirements import package_names
 from anyattn.testing.target import Target
 from anyattn.types import CONTRACT_VERSION
 
@@ -95,18 +94,18 @@ def _distribution_of(package: str) -> str | None:
 
 def _versions(declared: Mapping[str, Any]) -> dict[str, str | None]:
     """Of what the target runs on and of what it asks for, nothing of which is imported."""
-    asked = [name for text in declared.get("packages", ()) if (name := _name_in(text))]
+    asked = [name for entry in declared.get("packages", ()) for name in _names_in(entry)]
     found = {name: _installed_version(name) for name in dict.fromkeys([*_PACKAGES, *asked])}
     if found["triton"] is None and "triton" not in asked:
         del found["triton"]  # there is none for many devices
     return {BUILTIN: found.pop(BUILTIN), "Python": host.python_version(), **found}
 
 
-def _name_in(requirement: str) -> str | None:
+def _names_in(entry: str) -> list[str]:
     try:
-        return Requirement(requirement).name
+        return package_names([entry])
     except ValueError:  # which a check of the contract tells
-        return None
+        return []
 
 
 def _installed_version(distribution: str) -> str | None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
-from packaging.requirements import Requirement
-
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.load_table import LoadTable
@@ -16,6 +14,7 @@ from anyattn.attention.pages import holds
 from anyattn.errors import ContractError
 from anyattn.plugins.isolation import describe
 from anyattn.plugins.records import BUILTIN
+from anyattn.plugins.requirements import check_entry
 from anyattn.testing.check import CannotRunError, Check, CheckFailedError
 from anyattn.testing.contract import classes as class_contract
 from anyattn.testing.contract import refusals
@@ -67,6 +66,8 @@ def _consistency(declared: Capabilities) -> Iterator[tuple[str, str, Callable[[C
         yield "extra", "the extra is one of anyattn's", _require_extra
     if "verify" in declared.phases or (declared.tree_mask and declared.phases & {"prefill", "mixed"}):
         yield "tree_mask", "tree_mask and the phase verify come together", _require_verify
+    if declared.decode_qo_len > 1:
+        yield "decode_qo_len", "decode_qo_len comes with the phase decode", _require_decode
     for name in ("sliding_window", "tree_mask"):
         if getattr(declared, name):
             yield name, f"{name} comes with causal masks", partial(_require_causal, name)
@@ -89,6 +90,13 @@ def _require_role(declared: Capabilities) -> None:
         )
 
 
+def _require_decode(declared: Capabilities) -> None:
+    if "decode" not in declared.phases:
+        raise CheckFailedError(
+            f"decode_qo_len={declared.decode_qo_len} is declared without the phase decode: it is about the role decode."
+        )
+
+
 def _require_prefill(declared: Capabilities) -> None:
     if missing := {"prefill", "mixed"} - declared.phases:
         raise CheckFailedError(
@@ -100,12 +108,11 @@ def _require_prefill(declared: Capabilities) -> None:
 def _require_requirements(declared: Capabilities) -> None:
     for text in declared.packages:
         try:
-            requirement = Requirement(text)
-            if requirement.marker is not None:
-                requirement.marker.evaluate()
+            check_entry(text)
         except Exception as error:
             raise CheckFailedError(
-                f'{text!r} in packages cannot be read ({describe(error)}): write a name and versions, as "torch>=2.9".'
+                f'{text!r} in packages cannot be read ({describe(error)}): write a name and versions, as "torch>=2.9", '
+                'or a module, as "module:flash_attn", and " | " between alternatives.'
             ) from error
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.capabilities import FEATURES, Capabilities, feature_names
 from anyattn.attention.spec import AttentionSpec
+from anyattn.errors import SpecError
 from anyattn.platforms.base import Platform
-from anyattn.testing.contract.covered import Covered, mla_spec, on_a_graph_device
+from anyattn.testing.check import CheckFailedError
+from anyattn.testing.contract.covered import Covered, mla_spec, on_a_graph_device, plain_specs
 from anyattn.types import ALL_LAYOUTS, DTYPE_BYTES, FP8_DTYPES, ROLES, GraphLevel, Role
 
 _HEAD_DIMS = (64, 128, 80, 96, 256, 512, 40, 8, 1, 1000)
@@ -199,6 +201,14 @@ def _features(capabilities: Capabilities) -> Iterator[Refusal]:
                 asked=f"{name}={value}", spec=covered.spec.replace(**needed, **{name: value})
             ),
         )
+    for pair in capabilities.not_together:
+        yield Refusal(
+            what=f"{pair[1]} together with {pair[0]}",
+            field=FEATURES[pair[1]],
+            capability="not_together",
+            values=(pair,),
+            ask=lambda covered, pair: Question(asked=" and ".join(pair), spec=_with_both(capabilities, pair)),
+        )
     filled = {"decode": {"decode"}, "prefill": {"prefill", "mixed"}}
     yield Refusal(
         what="a role whose phases are not declared",
@@ -206,6 +216,30 @@ def _features(capabilities: Capabilities) -> Iterator[Refusal]:
         capability="phases",
         values=tuple(role for role in ROLES if not filled[role] <= capabilities.phases),
         ask=lambda covered, role: Question(asked=f"the role {role}", roles=(role,)),
+    )
+
+
+def _with_both(capabilities: Capabilities, pair: tuple[str, str]) -> AttentionSpec:
+    """A spec with two features. Raises CheckFailedError where the declaration covers none that could have both."""
+    fp8 = min(capabilities.kv_dtypes & FP8_DTYPES, default="float8_e4m3fn")
+    fields: dict[str, dict[str, Any]] = {
+        "fp8": {"kv_dtype": fp8, "may_quantize_q": True, "may_quantize_probs": True},
+        "kv_scale_per_head": {"kv_dtype": fp8, "kv_scale_per_head": True},
+        "non_causal": {"causal": False},
+        "sliding_window": {"sliding_window": 33},
+        "logits_soft_cap": {"logits_soft_cap": 30.0},
+        **{name: {name: True} for name in ("sinks", "alibi", "tree_mask", "return_lse", "deterministic")},
+    }
+    of_base = set(pair) - fields.keys()
+    base = next((spec for spec in plain_specs(capabilities) if of_base <= feature_names(spec)), None)
+    asked: dict[str, Any] = {name: value for each in pair for name, value in fields.get(each, {}).items()}
+    try:
+        if base is not None:
+            return base.replace(**asked)
+    except SpecError:
+        base = None
+    raise CheckFailedError(
+        f"no spec has both {pair[0]} and {pair[1]} of not_together: leave out the pair, as it never comes up."
     )
 
 

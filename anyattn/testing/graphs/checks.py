@@ -13,7 +13,7 @@ from anyattn.platforms.base import Platform
 from anyattn.testing.check import CannotRunError, Check, CheckFailedError, Measured
 from anyattn.testing.graphs import apart as graph_apart
 from anyattn.testing.graphs import replays as graph_replays
-from anyattn.testing.graphs.setting import Setting
+from anyattn.testing.graphs.setting import UNIFORM, Setting
 from anyattn.testing.numerics.cases import Case, cases_for
 from anyattn.types import FP8_DTYPES, GraphLevel
 
@@ -23,7 +23,7 @@ _LEVELS = (GraphLevel.DECODE, GraphLevel.UNIFORM, GraphLevel.ALWAYS)
 def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]:
     """For each level up to the declared one. None where no graph is declared."""
     declared = backend.capabilities
-    levels = [level for level in _LEVELS if level <= declared.graph and _phases(level) & declared.phases]
+    levels = [level for level in _LEVELS if level <= declared.graph and _is_asked(declared, level)]
     if declared.graph > GraphLevel.NEVER and not levels:
         yield Check(
             tier="graph",
@@ -89,15 +89,19 @@ def _is_feature(case: Case, base: AttentionSpec) -> bool:
     return (changed == {"sliding_window"} and spec.sliding_window == 33) or any(changed == {name} for name in single)
 
 
-def _phases(level: GraphLevel) -> frozenset[str]:
-    """Those in which a backend is asked for graphs of a level."""
-    return frozenset({"decode"} if level == GraphLevel.DECODE else {"prefill", "mixed"})
+def _is_asked(declared: Capabilities, level: GraphLevel) -> bool:
+    """Whether a backend with these phases is ever asked for graphs of a level."""
+    if declared.phases & {"prefill", "mixed"} and level > GraphLevel.DECODE:
+        return True
+    most = {GraphLevel.DECODE: 1, GraphLevel.UNIFORM: UNIFORM}.get(level, declared.decode_qo_len + 1)
+    return "decode" in declared.phases and most <= declared.decode_qo_len
 
 
 def _no_level(declared: Capabilities, seed: int) -> None:
     raise CheckFailedError(
         f"graph={declared.graph.name.lower()} is declared with the phases {', '.join(sorted(declared.phases))}, so no "
-        "graph is ever asked for: graphs of level decode need the phase decode, those above prefill or mixed"
+        "graph is ever asked for: graphs of level decode need the phase decode, those above prefill or mixed, and "
+        f"those of level uniform also come to a decode backend with a decode_qo_len of {UNIFORM}"
     )
 
 

@@ -26,6 +26,15 @@ def batches(section: Section) -> Iterator[Case]:
         yield from section.case("decode", "phases", steps=((1, 1, 1, 1),) * 3, stored_before=before)
         yield from section.case("decode of 33 sequences", "phases", steps=((1,) * 33,) * 2,
                               stored_before=tuple(5 * i % 83 for i in range(33)))  # fmt: skip
+    most = declared.decode_qo_len
+    if "decode" in declared.phases:
+        for length in sorted({2, 3, most} & set(range(2, most + 1))):
+            name = f"{length} new tokens for each sequence"
+            steps = ((length,) * 4, (length - 1,) * 4, (length,) * 4)
+            yield from section.case(name, "decode_qo_len", steps=steps, stored_before=(40, 1, 0, 129))
+            if declared.lse:
+                lse = {"return_lse": True}
+                yield from section.case(f"{name}, {text_of(lse)}", "decode_qo_len", spec=lse, steps=steps)
     some = tuple((i * 7 + 3) % 12 for i in range(33))
     yield from section.case("33 sequences", "phases", steps=(some, (1,) * 33, some[::-1]))
     yield from section.case("1 sequence", "phases", steps=((50,), (1,), (3,), (1,)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.capabilities import Capabilities, feature_names
 from anyattn.attention.pages import holds
 from anyattn.attention.spec import AttentionSpec
 from anyattn.testing.numerics.inputs import Trees
@@ -28,7 +28,8 @@ class Case:
     scale_as_tensor: for fp8, whether k_scale and v_scale are tensors or floats; with `spec.kv_scale_per_head` they are
         tensors with a scale for each head.
     query_scale: deviation of q's elements, and of the scores.
-    extreme_sinks, trees: see `inputs`. odd_strides: of q, k and v; otherwise they are parts of fused projections.
+    extreme_sinks, narrow_sinks, trees: see `inputs`. odd_strides: of q, k and v; otherwise they are parts of fused
+        projections.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     scale_as_tensor: bool = False
     query_scale: float = 1.0
     extreme_sinks: bool = False
+    narrow_sinks: bool = False
     trees: Trees = "each"
     odd_strides: bool = False
 
@@ -80,13 +82,18 @@ class Section:
         """
         asked = self.base.replace(**self._rounding(spec or {}))
         for layout, size in product(layouts or self.declared.layouts, page_sizes or self.sizes):
-            if holds(asked, layout, size):
+            if holds(asked, layout, size) and not self._is_excluded(asked):
                 if "steps" not in fields:
                     fields["steps"] = steps_of_pages(size)
                 yield Case(
                     name=self._prefix + name, capability=capability, spec=asked, page_size=size, layout=layout, **fields
                 )
                 return
+
+    def _is_excluded(self, asked: AttentionSpec) -> bool:
+        """Whether it has two features that are declared not to go together."""
+        present = feature_names(asked)
+        return any(set(pair) <= present for pair in self.declared.not_together)
 
     def _rounding(self, spec: Fields) -> Fields:
         """With an fp8 cache, a backend that rounds has to be allowed to."""

@@ -57,7 +57,8 @@ def drive(
     rt = build_runtime(backend, case, platform, seed, poison=poison)
     scales = set_scales(rt, case)
     oracles = [Oracle(spec, case.num_seqs, *scales[layer], page_size=case.page_size) for layer in layers]
-    per_head = [PerHead.draw(spec, generator, extreme_sinks=case.extreme_sinks) for _ in layers]
+    drawn_sinks = {"extreme_sinks": case.extreme_sinks, "narrow_sinks": case.narrow_sinks}
+    per_head = [PerHead.draw(spec, generator, **drawn_sinks) for _ in layers]
     driven = Driven(steps=[], got=[], expected=[], per_head=per_head, before=[])
     seqs = rt.new_sequences(case.num_seqs)
     if case.stored_before is not None:

@@ -75,6 +75,7 @@ def trees_and_sinks(section: Section) -> Iterator[Case]:
     if declared.sinks:
         spec = {"sinks": True, **lse}
         yield from section.case(f"{text_of(spec)}, from -1e4 to 30", "sinks", spec=spec, extreme_sinks=True)
+        yield from section.case(f"{text_of(spec)}, in bfloat16", "sinks", spec=spec, narrow_sinks=True)
 
 
 def pairs_with_masks(section: Section) -> Iterator[Case]:

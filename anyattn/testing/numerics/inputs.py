@@ -22,17 +22,26 @@ _EXTREME_SINKS = (30.0, -1e4, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PerHead:
-    """What `run` takes for each query head: [num_qo_heads], float32, on the CPU; None where the spec has it not."""
+    """What `run` takes for each query head: [num_qo_heads], on the CPU; None where the spec has it not."""
 
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
 
     @classmethod
-    def draw(cls, spec: AttentionSpec, generator: torch.Generator, *, extreme_sinks: bool = False) -> PerHead:
-        """extreme_sinks: some that leave nothing to the keys, and some that leave everything."""
+    def draw(
+        cls,
+        spec: AttentionSpec,
+        generator: torch.Generator,
+        *,
+        extreme_sinks: bool = False,
+        narrow_sinks: bool = False,
+    ) -> PerHead:
+        """extreme_sinks: some that leave nothing to the keys, and some that leave all. narrow_sinks: in bfloat16."""
         sinks = torch.randn(spec.num_qo_heads, generator=generator) if spec.sinks else None
         if sinks is not None and extreme_sinks:
             sinks = torch.tensor(_EXTREME_SINKS).repeat(spec.num_qo_heads)[: spec.num_qo_heads] + sinks
+        if sinks is not None and narrow_sinks:
+            sinks = sinks.bfloat16()
         slopes = torch.rand(spec.num_qo_heads, generator=generator) * 0.2 if spec.alibi else None
         return cls(sinks=sinks, alibi_slopes=slopes)
 

@@ -206,5 +206,8 @@ def _features(capabilities: Capabilities) -> Iterator[_Values]:
             "True",
             {"tree_mask": True, "phases": phases | ({"verify"} if "prefill" in phases else set())},
         )
+    for pair in capabilities.not_together:
+        others = tuple(other for other in capabilities.not_together if other != pair)
+        yield "not_together", " and ".join(pair), {"not_together": others}
     if capabilities.contiguous_q:
         yield "contiguous_q", "False", {"contiguous_q": False}
