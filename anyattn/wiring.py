@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from anyattn.arguments import checked_device, checked_layers, checked_preference, positive_integer
 from anyattn.attention.hybrid import HybridBackend
+from anyattn.attention.mla import Expansion, expanded_specs
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.select import select_layers
-from anyattn.attention.selection import Selection
+from anyattn.attention.selection import Candidates, Preference, Selection
 from anyattn.attention.spec import AttentionSpec
 from anyattn.discovery import candidates, detect, find_device, plugin_manager, require_usable
-from anyattn.errors import AnyattnError, ContractError, NoDeviceError, PluginLoadError, SpecError, contained
+from anyattn.errors import (
+    AnyattnError,
+    ContractError,
+    NoBackendError,
+    NoDeviceError,
+    PluginLoadError,
+    SpecError,
+    contained,
+)
 from anyattn.mem_cache.base import KVAllocator, KVPool
 from anyattn.mem_cache.empty_pool import EmptyPool
 from anyattn.mem_cache.page_table import PageTable
@@ -95,8 +104,9 @@ def create_runtime(
         wanted = find_device(plugins, wanted, detection)
     platform = require_usable(wanted)
     _require_torch(platform)
-    selections = select_layers(layers, platform, candidates(plugins, detection), preference)
-    return _assemble(layers, selections, plugins, size, joined_layers=joined_layers, debug=settings.debug)
+    found = candidates(plugins, detection)
+    selections = select_layers(layers, platform, found, preference)
+    return _assemble(layers, selections, plugins, found, size, joined_layers=joined_layers, debug=settings.debug)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +174,7 @@ def _assemble(
     layers: Sequence[AttentionSpec],
     selections: dict[AttentionSpec, Selection],
     plugins: PluginManager,
+    found: Candidates,
     size: _PoolSize,
     *,
     joined_layers: bool,
@@ -208,7 +219,41 @@ def _assemble(
         ],
         debug=debug,
     )
-    return AttentionRuntime(layers, selections, backends, pools, table, places)
+    expansions = {
+        spec: expansion
+        for spec, selection in selections.items()
+        if (expansion := _expansion(selection, found, offers)) is not None
+    }
+    return AttentionRuntime(layers, selections, backends, pools, table, places, expansions)
+
+
+_SCRATCH_PAGE_SIZE = 128
+"""Tokens in a page of expanded keys and values, where the backends take it: what kernels load at once."""
+
+
+def _expansion(selection: Selection, found: Candidates, offers: Mapping[str, Offer]) -> Expansion | None:
+    """What attends where MLA's keys and values are expanded: the named prefill backend, or else the best valid ones."""
+    specs = expanded_specs(selection.spec) if selection.spec.is_mla else None
+    if specs is None:
+        return None
+    for name in dict.fromkeys([*selection.preference.backends("prefill"), None]):
+        preference = Preference(prefill_backend=name, layout="NHD")
+        try:
+            chosen = select_layers(specs, selection.platform, found, preference)
+            break
+        except NoBackendError:  # of those that are named, not all serve heads of keys and values
+            continue
+    else:
+        return None
+    names = [chosen[spec].prefill for spec in specs]
+    declared = {candidate.name: candidate.capabilities for candidate in found.backends}
+    usual = all(_SCRATCH_PAGE_SIZE in declared[name].page_sizes for name in names)
+    page_size = _SCRATCH_PAGE_SIZE if usual else chosen[specs[0]].page_size
+    causal, whole = (
+        _make(offers[name], spec, spec.cache_spec(num_layers=1, page_size=page_size, layout="NHD"), selection.platform)
+        for name, spec in zip(names, specs, strict=True)
+    )
+    return Expansion(causal=causal, whole=whole, page_size=page_size, names=(names[0], names[1]))
 
 
 def _make_pool(offer: Offer, cache: CacheSpec, num_pages: int, device: str, setting: str) -> KVPool:

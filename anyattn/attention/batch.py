@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
+from anyattn.mem_cache.device_table import to_device
+from anyattn.mem_cache.indices import ranges
 from anyattn.mem_cache.kernels.indices import step_indices_unchecked
 from anyattn.types import Phase, dtype_name
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from anyattn.mem_cache.indices import Int64s
     from anyattn.mem_cache.step_view import StepTensors, StepView
 else:
     np = lazy_import("numpy")
@@ -60,6 +63,48 @@ class Batch:
     def of_pool(self, number: int) -> Batch:
         """This step with the pages of one of the runtime's pools."""
         return self.windows[number - 1] if number else self
+
+    def of_sequences(self, chosen: Int64s) -> tuple[Batch, torch.Tensor]:
+        """The step of some of its sequences, and their tokens among this step's: [num_tokens], int64, on the device.
+
+        chosen: [num_chosen], in any order, which is then theirs.
+        """
+        host, device = self.host, self.kv_lens.device
+        per_sequence = ("rows", "prefix_lens", "kv_lens", "num_pages", "last_slots")
+        view = replace(
+            host, seqs=host.seqs[chosen] if host.seqs.size == self.num_seqs else host.seqs, copies=(),
+            **{name: getattr(host, name)[chosen] for name in per_sequence},
+        )  # fmt: skip
+        rows = ranges(host.qo_indptr[chosen], view.qo_lens)
+        pages = ranges(host.kv_indptr[chosen], view.num_pages)
+        qo_indptr, kv_indptr, index, rows_there, pages_there = to_device(
+            [view.qo_indptr, view.kv_indptr, chosen, rows, pages], device, wide=3
+        )
+        most_pages = int(view.num_pages.max(initial=0))
+
+        def part(batch: Batch) -> Batch:
+            masks = batch.tree_masks
+            return replace(
+                batch,
+                num_seqs=int(chosen.size),
+                num_tokens=int(rows.size),
+                max_qo_len=int(view.qo_lens.max(initial=0)),
+                max_kv_len=int(view.kv_lens.max(initial=0)),
+                phase=_phase(view.qo_lens, view.prefix_lens, has_tree=masks is not None),
+                qo_indptr=qo_indptr,
+                kv_lens=batch.kv_lens[index],
+                kv_indptr=kv_indptr,
+                kv_indices=batch.kv_indices[pages_there],
+                kv_last_page_len=batch.kv_last_page_len[index],
+                block_table=batch.block_table[index, :most_pages],
+                out_slots=batch.out_slots[rows_there],
+                positions=batch.positions[rows_there],
+                tree_masks=None if masks is None else tuple(masks[i] for i in chosen.tolist()),
+                host=view,
+                windows=tuple(part(each) for each in batch.windows),
+            )
+
+        return part(self), rows_there
 
     @classmethod
     def from_view(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyattn.attention.batch import Batch, checked_tree_masks
 from anyattn.attention.graph import GraphBatch, GraphSizes
+from anyattn.attention.mla import MLAPath, MLAStep, UpProjections
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.types import GraphLevel, dtype_name
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from anyattn.attention.hybrid import HybridBackend, PlannedStep
+    from anyattn.attention.mla import Expansion
     from anyattn.attention.selection import Selection
     from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import KVPool
@@ -29,15 +31,59 @@ class Plan:
     """One step, planned: made by `AttentionRuntime.plan`, used by `run` for every layer.
 
     batch: as the full layers' pages serve it; `batch.windows` as those of layers with windows do.
-    steps: for each distinct spec of the layers; none for a batch without tokens, which needs no kernel.
+    steps: for each distinct spec of the layers, None where all of them have up-projections; none at all for a batch
+        without tokens, which needs no kernel.
+    mla: likewise, for the layers that `bind_mla` gave up-projections; None where there are none.
     graph: where the plan is one of `AttentionRuntime.init_graph`, the tensors that stay.
     """
 
     runtime: AttentionRuntime
     batch: Batch
-    steps: tuple[PlannedStep, ...]
+    steps: tuple[PlannedStep | None, ...]
+    mla: tuple[MLAStep | None, ...]
     num_frees: int
     graph: GraphBatch | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Layer:
+    """What `run` has to know of a layer.
+
+    group: number of its spec. pool, place: where its pages are. bound: its up-projections.
+    q, k, v: the shapes that one token of each has; of v, for MLA that of the rope part beside a k of latents alone.
+    """
+
+    spec: AttentionSpec
+    group: int
+    number: int
+    pool: KVPool
+    place: int
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    bound: UpProjections | None = None
+
+    def takes(self, num_tokens: int, q: Any, k: Any, v: Any) -> bool:
+        """Whether these are plainly what the layer wants; `AttentionRuntime._check_inputs` says what is not, if any."""
+        dtype, device = self.dtype, self.device
+        try:
+            for tensor, shape in ((q, self.q), (k, self.k), (v, self.v)):
+                if tensor is None and tensor is v and self.spec.is_mla:
+                    continue
+                if (
+                    tensor.shape != (num_tokens, *shape)
+                    or tensor.dtype is not dtype
+                    or tensor.device != device
+                    or tensor.layout is not torch.strided
+                    or tensor.requires_grad
+                ):
+                    return False
+        except AttributeError:
+            return False
+        return True
 
 
 class AttentionRuntime:
@@ -58,7 +104,9 @@ class AttentionRuntime:
         pools: Sequence[KVPool],
         table: PageTable,
         places: Sequence[tuple[int, int]],
+        expansions: Mapping[AttentionSpec, Expansion] | None = None,
     ) -> None:
+        """expansions: of MLA specs, what attends where keys and values are expanded from the latents."""
         self.layer_specs = tuple(layer_specs)
         self.selections = tuple(selections.values())
         self.pools = tuple(pools)
@@ -66,11 +114,33 @@ class AttentionRuntime:
         self.table = table
         self.device = torch.device(self.selection.platform.torch_device)
         self._backends = tuple(backends[spec] for spec in selections)
-        groups = {spec: group for group, spec in enumerate(selections)}
-        self._group = [groups[spec] for spec in self.layer_specs]
-        self._pool_of_group = [self.places[self.layer_specs.index(spec)][0] for spec in selections]
-        self._up_projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dtype: torch.dtype = getattr(torch, self.layer_specs[0].dtype)
+        groups = {spec: group for group, spec in enumerate(selections)}
+        self._layers = [self._new_layer(number, groups[spec]) for number, spec in enumerate(self.layer_specs)]
+        self._pool_of_group = [self.places[self.layer_specs.index(spec)][0] for spec in selections]
+        self.expansions = dict(expansions or {})
+        self._mla_paths = [
+            MLAPath(spec, backends[spec], self.expansions.get(spec), self.device) if spec.is_mla else None
+            for spec in selections
+        ]
+        self._device_type = self.device.type
+
+    def _new_layer(self, number: int, group: int) -> _Layer:
+        spec = self.layer_specs[number]
+        pool, place = self.places[number]
+        return _Layer(
+            spec=spec,
+            group=group,
+            number=pool,
+            pool=self.pools[pool],
+            place=place,
+            q=(spec.num_qo_heads, spec.head_dim),
+            k=(spec.head_dim,) if spec.is_mla else (spec.num_kv_heads, spec.head_dim),
+            v=() if spec.is_mla else (spec.num_kv_heads, spec.vo_head_dim),
+            out=(spec.num_qo_heads, spec.vo_head_dim),
+            dtype=self._dtype,
+            device=self.device,
+        )
 
     @property
     def selection(self) -> Selection:
@@ -114,16 +184,15 @@ class AttentionRuntime:
         Raises ContractError when a sequence of the batch has been freed or truncated, or it is another runtime's.
         """
         self._check_batch("plan", batch)
+        steps: list[PlannedStep | None] = []
+        mla: list[MLAStep | None] = []
+        for group, pool in enumerate(self._pool_of_group if batch.num_tokens else ()):
+            bound = [layer.bound is not None for layer in self._layers if layer.group == group]
+            path, there = self._mla_paths[group], batch.of_pool(pool)
+            steps.append(None if all(bound) else self._backends[group].plan(there))
+            mla.append(path.plan(there) if path is not None and any(bound) else None)
         return Plan(
-            runtime=self,
-            batch=batch,
-            steps=tuple(
-                backend.plan(batch.of_pool(pool))
-                for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
-            )
-            if batch.num_tokens
-            else (),
-            num_frees=self.table.num_frees,
+            runtime=self, batch=batch, steps=tuple(steps), mla=tuple(mla), num_frees=self.table.num_frees
         )
 
     def init_graph(self, num_seqs: int, *, num_tokens: int | None = None, max_kv_len: int) -> Plan:
@@ -147,13 +216,15 @@ class AttentionRuntime:
             tree_mask=all(each.tree_mask for each in self.layer_specs) and num_tokens not in (None, num_seqs),
         )
         graph = GraphBatch(self.table, sizes)
+        steps = tuple(
+            backend.init_graph(graph.batch.of_pool(pool), sizes.level)
+            for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
+        )
         return Plan(
             runtime=self,
             batch=graph.batch,
-            steps=tuple(
-                backend.init_graph(graph.batch.of_pool(pool), sizes.level)
-                for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
-            ),
+            steps=steps,
+            mla=tuple(MLAStep(absorbed=step) for step in steps),
             num_frees=self.table.num_frees,
             graph=graph,
         )
@@ -174,7 +245,8 @@ class AttentionRuntime:
         self._check_batch("refresh_graph", batch)
         now = plan.graph.refresh(batch)
         for step, pool in zip(plan.steps, self._pool_of_group, strict=True):
-            step.backend.refresh_graph(step.plan, now.of_pool(pool))
+            if step is not None:  # a graph's are all there
+                step.backend.refresh_graph(step.plan, now.of_pool(pool))
 
     def _check_batch(self, method: str, batch: Batch) -> None:
         if not isinstance(batch, Batch) or batch.host.table is not self.table:
@@ -209,45 +281,57 @@ class AttentionRuntime:
         Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
         sequence of the plan has been freed or truncated.
         """
-        if torch.is_autocast_enabled(self.device.type):  # it would lower the precision that the spec asks for
-            with torch.autocast(self.device.type, enabled=False):
+        if torch.is_autocast_enabled(self._device_type):  # it would lower the precision that the spec asks for
+            with torch.autocast(self._device_type, enabled=False):
                 return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
-        self._check_plan(layer, plan)
-        spec = self.layer_specs[layer]
-        bound = self._up_projections.get(layer)
-        self._check_inputs(spec, q, k, v, plan.batch, bound is not None)
-        sinks = _per_head("sinks", sinks, spec.sinks, spec, self.device)
-        alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
-        shape = (plan.batch.num_tokens, spec.num_qo_heads, spec.vo_head_dim)
-        v_shape = shape if bound is None else (*shape[:2], bound[1].shape[-1])
+        if (
+            type(layer) is not int
+            or not 0 <= layer < len(self._layers)
+            or type(plan) is not Plan
+            or plan.runtime is not self
+            or plan.num_frees != self.table.num_frees
+        ):
+            self._check_plan(layer, plan)
+        here, batch = self._layers[layer], plan.batch
+        spec, tokens = here.spec, batch.num_tokens
+        if not here.takes(tokens, q, k, v):
+            self._check_inputs(here, q, k, v, tokens)
+        if sinks is not None or spec.sinks:
+            sinks = _per_head("sinks", sinks, spec.sinks, spec, self.device)
+        if alibi_slopes is not None or spec.alibi:
+            alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
         if out is not None:
-            _check_tensor("out", out, v_shape, self._dtype, self.device)
+            _check_tensor("out", out, (tokens, *here.out), self._dtype, self.device)
             if not out.is_contiguous() or out.requires_grad:
                 raise ContractError("out must be contiguous and without gradient.")
-        if plan.batch.num_tokens == 0:
-            attended = q.new_empty(v_shape) if out is None else out
-            return (attended, q.new_empty(shape[:2], dtype=torch.float32)) if spec.return_lse else attended
-        number, place = self.places[layer]
-        pool = self.pools[number]
-        pool.store(place, k, v, plan.batch.of_pool(number).out_slots)
-        if bound is not None:
-            q = _absorb(q, bound[0])
-        step = plan.steps[self._group[layer]]
-        if q.stride(-1) != 1 or (step.backend.capabilities.contiguous_q and not q.is_contiguous()):
-            q = q.contiguous()
-        attended = out if out is not None and bound is None else q.new_empty(shape)
-        lse = step.backend.run(
-            q, pool.layers[place], step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes
-        )
-        if spec.return_lse and (lse is None or lse.shape != shape[:2]):
-            raise ContractError(f"{type(step.backend).__name__} gave no LSE of {list(shape[:2])}.")
-        if bound is not None:
-            expanded = torch.einsum("thr,hrv->thv", attended, bound[1])
-            attended = expanded if out is None else out.copy_(expanded)
-        return (attended, lse) if spec.return_lse else attended
+        attended = q.new_empty((tokens, *here.out)) if out is None else out
+        lse: Any
+        if not tokens:
+            lse = q.new_empty((0, spec.num_qo_heads), dtype=torch.float32)
+            return (attended, lse) if spec.return_lse else attended
+        step: Any = plan.steps[here.group]
+        mla_step: Any = plan.mla[here.group]
+        if step is None if here.bound is None else mla_step is None:
+            raise ContractError(f"layer {layer} was given up-projections after this step was planned: plan it again.")
+        here.pool.store(here.place, k, v, batch.of_pool(here.number).out_slots)
+        kv = here.pool.layers[here.place]
+        if here.bound is not None:
+            lse = mla_step.run(q, kv, here.bound, attended, sinks=sinks, alibi_slopes=alibi_slopes)
+        else:
+            if q.stride(-1) != 1 or (step.backend.capabilities.contiguous_q and not q.is_contiguous()):
+                q = q.contiguous()
+            lse = step.backend.run(q, kv, step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes)
+        if not spec.return_lse:
+            return attended
+        if lse is None or lse.shape != (tokens, spec.num_qo_heads):
+            raise ContractError(f"the backend gave no LSE of {[tokens, spec.num_qo_heads]}.")
+        return attended, lse
 
     def bind_mla(self, layer: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         """Gives one MLA layer its up-projections; `run` then takes q before absorption and returns heads of v_head_dim.
+
+        Whether they are absorbed into q and the output, or keys and values are expanded from the latents, is chosen
+        for each sequence of a step by its length; see `attention/mla.py`. Graphs absorb.
 
         w_uk: [num_qo_heads, qk_nope_head_dim, kv_lora_rank]. w_uv: [num_qo_heads, kv_lora_rank, v_head_dim].
         Both spec.dtype. With a layer's kv_b_proj weight as [num_qo_heads, qk_nope + v, kv_lora_rank], w_uk is its
@@ -266,7 +350,10 @@ class AttentionRuntime:
         rank = spec.vo_head_dim
         _check_tensor("w_uk", w_uk, (spec.num_qo_heads, spec.qk_nope_head_dim, rank), self._dtype, self.device)
         _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
-        self._up_projections[layer] = (w_uk.detach(), w_uv.detach())
+        here = self._layers[layer]
+        here.bound = UpProjections(w_uk=w_uk.detach(), w_uv=w_uv.detach())
+        here.q = (spec.num_qo_heads, spec.qk_nope_head_dim + spec.head_dim - rank)
+        here.out = (spec.num_qo_heads, spec.v_head_dim)
 
     def fork(self, seq: int, count: int = 1) -> list[int]:
         """New sequences that begin as `seq` is now, and share its pages; a partial last page is copied when written."""
@@ -291,7 +378,11 @@ class AttentionRuntime:
 
     def explain(self) -> str:
         """What was chosen for each distinct spec, and why not the others."""
-        return "\n\n".join(selection.explain() for selection in self.selections)
+        parts = [selection.explain() for selection in self.selections]
+        for spec, expansion in self.expansions.items():
+            names = " and ".join(dict.fromkeys(expansion.names))
+            parts.append(f"[{spec}] with up-projections: long prompts have keys and values expanded, for {names}")
+        return "\n\n".join(parts)
 
     def _check_layer(self, layer: int) -> None:
         if not isinstance(layer, int) or not 0 <= layer < len(self.layer_specs):
@@ -307,19 +398,10 @@ class AttentionRuntime:
             self.table.require_whole(plan.batch.host if plan.graph is None else plan.graph.host)
 
     def _check_inputs(
-        self,
-        spec: AttentionSpec,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        batch: Batch,
-        bound: bool,
+        self, here: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, tokens: int
     ) -> None:
-        tokens = batch.num_tokens
-        q_dim = spec.head_dim
-        if bound:
-            q_dim = (spec.qk_nope_head_dim or 0) + (spec.qk_rope_head_dim or 0)
-        _check_tensor("q", q, (tokens, spec.num_qo_heads, q_dim), self._dtype, self.device)
+        spec = here.spec
+        _check_tensor("q", q, (tokens, *here.q), self._dtype, self.device)
         if spec.is_mla:
             rope = (tokens, spec.head_dim - spec.vo_head_dim)
             if v is not None and (not isinstance(v, torch.Tensor) or v.shape != rope):
@@ -330,8 +412,8 @@ class AttentionRuntime:
             if v is not None:
                 _check_tensor("v", v, rope, self._dtype, self.device)
         else:
-            _check_tensor("k", k, (tokens, spec.num_kv_heads, spec.head_dim), self._dtype, self.device)
-            _check_tensor("v", v, (tokens, spec.num_kv_heads, spec.vo_head_dim), self._dtype, self.device)
+            _check_tensor("k", k, (tokens, *here.k), self._dtype, self.device)
+            _check_tensor("v", v, (tokens, *here.v), self._dtype, self.device)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or (v is not None and v.requires_grad)):
             raise ContractError("anyattn computes no gradients: call run under torch.no_grad().")
 
@@ -366,10 +448,3 @@ def _per_head(
         raise ContractError(f"{name} must be on {device}, not on {values.device}.")
     as_given = values.dtype == torch.float32 or (name == "sinks" and values.dtype == torch.bfloat16)
     return values.detach() if as_given else values.detach().float()
-
-
-def _absorb(q: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """q before absorption, [num_tokens, num_qo_heads, nope + rope], as [num_tokens, num_qo_heads, rank + rope]."""
-    nope = w_uk.shape[1]
-    latent = torch.einsum("thn,hnr->thr", q[..., :nope], w_uk)
-    return torch.cat([latent, q[..., nope:]], dim=-1)

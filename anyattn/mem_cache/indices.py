@@ -59,6 +59,13 @@ def token_positions(prefix_lens: Int64s, lengths: Int64s) -> tuple[npt.NDArray[n
     return sequence, np.arange(sequence.size) - (first_token - prefix_lens)[sequence]
 
 
+def ranges(starts: npt.NDArray[np.integer], lengths: Int64s) -> Int64s:
+    """[start, start + length) of each, one behind the other: [4, 9], [2, 1] -> [4, 5, 9]."""
+    before = np.cumsum(lengths) - lengths
+    found: Int64s = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return found
+
+
 def slots(rows: Int32s, sequence: npt.NDArray[np.intp], positions: Int64s, page_size: int) -> Int64s:
     """Where tokens lie: `page_id * page_size + offset`, int64, for each pair of sequence and position."""
     pages = rows[sequence, positions // page_size].astype(np.int64)

@@ -23,7 +23,7 @@ def addresses(plan: Plan) -> dict[str, int]:
     """Where each tensor lies that a captured `run` may read: the batch's, and those of the backend's plan by name."""
     seen: set[int] = set()
     found = dict(_tensors("batch", plan.batch, seen))
-    for step in plan.steps:
+    for step in filter(None, plan.steps):
         found.update(_tensors(f"the plan of {type(step.backend).__name__}", step.plan, seen))
     device = plan.runtime.device.type
     return {

@@ -148,7 +148,7 @@ def _kv_cache_as_it_is(backend: type[AttentionBackend], case: Case, device: Plat
 
 def _run_backend(rt: AttentionRuntime, work: _Work, per_head: PerHead) -> None:
     """What the runtime's `run` does after it has stored."""
-    (step,), spec = work.plan.steps, rt.layer_specs[0]
+    (step,), spec = filter(None, work.plan.steps), rt.layer_specs[0]
     q = part_of_fused(work.step.q, rt.device, gap=float("nan"))
     if step.backend.capabilities.contiguous_q:
         q = q.contiguous()
@@ -189,7 +189,7 @@ def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Pla
     for counts in _STEPS:
         work = sequences.plan(counts)
         store(rt, work.step, work.batch)
-        (step,) = work.plan.steps
+        (step,) = filter(None, work.plan.steps)
         fused = torch.cat([work.step.q, torch.zeros_like(work.step.q)], dim=1).to(rt.device)
         q = fused[:, : work.step.q.shape[1]]
         per_head = _per_head_on(rt, sequences.per_head)
