@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import anyattn
-from anyattn.plugins import builtin
 
 PACKAGE = Path(anyattn.__file__).parent
 SHARED = {"types", "errors", "lazy"}
@@ -72,8 +71,10 @@ def imported(path):
 
 
 def backend_files():
-    places = builtin.anyattn_attention_backends().values()
-    return {place.partition(":")[0].removeprefix("anyattn.") for place in places}
+    """The files that hold a backend's class, as modules."""
+    files = [(param.values[0], param.values[1]) for param in modules()]
+    in_room = [(module, path) for module, path in files if module.startswith("hardware_backend.")]
+    return {module for module, path in in_room if "AttentionBackend):" in path.read_text()}
 
 
 def within(name, rooms):
@@ -119,11 +120,15 @@ def test_no_file_but_the_registration_names_a_hardware_backend(module, path):
     assert "anyattn.hardware_backend" not in path.read_text()
 
 
+def test_backends_are_found_by_their_class():
+    assert "hardware_backend.cuda.flashinfer" in backend_files()
+
+
 @pytest.mark.parametrize(("module", "path"), modules())
 def test_one_backend_file_never_imports_another(module, path):
-    if module.startswith("hardware_backend."):
-        own = {name for name in imported(path) if name.startswith("anyattn.hardware_backend.")}
-        assert {name for name in own if not within(name, {f"anyattn.{module}"})} == set()
+    own = {name.removeprefix("anyattn.") for name in imported(path)}
+    if module.startswith("hardware_backend."):  # what several share lies beside them
+        assert {name for name in own if within(name, backend_files() - {module})} == set()
 
 
 def test_importing_anyattn_brings_in_no_torch_no_triton_and_no_vendor_package():
