@@ -42,6 +42,9 @@ def generate(
     backend: Annotated[str | None, typer.Option(help="Attention backend. [default: the best valid ones]")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, a kind (cpu, cuda) or a torch device (cuda:1).")] = "auto",
+    decode_graphs: Annotated[
+        bool, typer.Option("--decode-graphs", help="Run steps of one token each as CUDA graphs.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts; no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -77,6 +80,7 @@ def generate(
             num_pages=num_pages,
             page_size=page_size,
             backend=backend,
+            decode_graphs=decode_graphs,
             max_num_seqs=min(len(prompts), _MAX_NUM_SEQS),
             max_seq_len=max(map(len, prompts)) + max_new_tokens,
         )

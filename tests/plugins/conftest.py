@@ -83,5 +83,6 @@ def site(tmp_path, monkeypatch) -> Iterator[Site]:
 
 @pytest.fixture
 def plugin_threads():
-    """The threads that plugins' code still runs in."""
-    return lambda: [thread for thread in threading.enumerate() if thread.name == "anyattn plugin"]
+    """The threads that plugins' code of this test still runs in; other tests leave some behind for good."""
+    before = set(threading.enumerate())
+    return lambda: [each for each in threading.enumerate() if each.name == "anyattn plugin" and each not in before]

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from anyattn.attention.runtime import AttentionRuntime
 from anyattn.errors import ContractError
 from anyattn.integrations.transformers.attention import PAGED_NAME, STEP_KEYWORD, plain_tensors
+from anyattn.integrations.transformers.decode_graphs import DecodeGraphs
 from anyattn.integrations.transformers.packed_step import PackedStep
 from anyattn.integrations.transformers.probe import attention_implementation, probe_layout
 from anyattn.integrations.transformers.scheduler import Request, Scheduler, requests_for
 from anyattn.mem_cache.spec import CacheGroup, pages_for_memory, window_pages
+from anyattn.types import GraphLevel
 from anyattn.wiring import create_runtime
 
 FinishReason = Literal["stop", "length"]
@@ -64,12 +66,14 @@ class PagedGenerator:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 32,
         max_seq_len: int | None = None,
+        decode_graphs: bool = False,
     ) -> None:
         """num_pages: by default what `max_num_seqs` sequences of `max_seq_len` tokens take, and at most 80 % of an
             accelerator's free memory or 25 % of a CPU's.
         page_size, backend: as for `create_runtime`.
         max_batch_tokens: tokens in a step. max_num_seqs: prompts under way at a time, and in a step.
         max_seq_len: tokens of the longest sequence that will be asked for; by default the model's longest.
+        decode_graphs: steps in which every prompt has one token run as CUDA graphs, with backends that serve those.
 
         Raises ContractError when the model cannot be driven so (see `probe_layout`), and what `create_runtime` does.
         """
@@ -87,13 +91,15 @@ class PagedGenerator:
         self._max_num_seqs = min(max_num_seqs, max_batch_tokens)  # so that a step has room for every decode
         self._max_seq_len = min(max_seq_len or self._layout.max_positions, self._layout.max_positions)
         self._streaming = False
+        level = GraphLevel.DECODE if decode_graphs else GraphLevel.NEVER
+        specs = tuple(spec.replace(graph=level) for spec in self._layout.specs)
 
         def runtime_of(pages: int, pages_of_windows: int) -> AttentionRuntime:
             with plain_tensors():
                 return create_runtime(
-                    self._layout.specs,
+                    specs,
                     num_pages=pages,
-                    num_window_pages=pages_of_windows if any(s.sliding_window for s in self._layout.specs) else None,
+                    num_window_pages=pages_of_windows if any(s.sliding_window for s in specs) else None,
                     page_size=page_size,
                     backend=backend,
                     device=str(model.device),
@@ -104,6 +110,16 @@ class PagedGenerator:
         wanted = self._num_pages(self.runtime, num_pages)
         del self.runtime
         self.runtime = runtime_of(*wanted)
+        self._graphs = None
+        if decode_graphs:
+            self._graphs = DecodeGraphs(
+                model,
+                self._layout,
+                self.runtime,
+                step_keyword=STEP_KEYWORD,
+                max_num_seqs=self._max_num_seqs,
+                max_kv_len=self._max_seq_len,
+            )
 
     def generate(
         self,
@@ -199,6 +215,11 @@ class PagedGenerator:
         """Runs one step; the requests whose tokens are all computed then, and the logits of their next tokens."""
         seqs = [request.seq for request in counts if request.seq is not None]
         batch = self.runtime.extend(seqs, list(counts.values()))
+        if self._graphs is not None and self._graphs.serves(batch) and all(each.num_waiting == 1 for each in counts):
+            newest = [request.tokens[request.num_computed] for request in counts]
+            for request in counts:
+                request.num_computed += 1
+            return list(counts), self._graphs.logits(newest, batch)
         step = PackedStep(self.runtime, self._layout, self.runtime.plan(batch))
         ids: list[int] = []
         last_rows: dict[Request, int] = {}
