@@ -25,6 +25,7 @@ PROVIDES = {
     "cuda": {"torch", "triton", "flashinfer-python"},
     "fa3": {"sglang-kernel"},
     "flashmla": {"sgl-flash-mla"},
+    "fa4": {"flash-attn-4"},
     "rocm": {"amd-aiter"},
     "ascend": {"torch-npu"},
     "xpu": {"vllm-xpu-kernels"},

@@ -40,6 +40,7 @@ class AttentionBackend(ABC):
         `batch.host` holds the lengths and tables on the host, so no plan has to wait for the device.
         """
 
+    # One with `capabilities.topk` takes `indices: torch.Tensor | None = None` besides, by name; see below.
     @abstractmethod
     def run(
         self,
@@ -59,6 +60,9 @@ class AttentionBackend(ABC):
             nothing.
         sinks: [num_qo_heads], float32 or bfloat16, as the engine has them; alibi_slopes: [num_qo_heads], float32. Given
             when and only when the spec asks for them.
+        indices: [num_tokens, spec.topk], int32, contiguous, for each token the slots of the keys that it sees, in any
+            order, -1 standing for none anywhere among them. Passed when and only when spec.topk, so that a backend
+            without `capabilities.topk` has no such parameter. kv is then that of a `DSAPool`.
 
         Returns the LSE, [num_tokens, num_qo_heads], float32, natural log, -inf for a row that sees nothing, when
         spec.return_lse; otherwise None.

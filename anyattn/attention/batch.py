@@ -64,6 +64,23 @@ class Batch:
         """This step with the pages of one of the runtime's pools."""
         return self.windows[number - 1] if number else self
 
+    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """Slots of tokens that are given by their places in the sequence: what sparse attention reads.
+
+        indices: [num_tokens, topk], int32, for each new token positions in its own sequence. Negative ones, and those
+            behind the token itself, are of no token.
+
+        Returns [num_tokens, topk], int32, -1 for no token. Does not wait for the device, and may be captured in a
+        graph: whatever the rows of padding hold, their slots are those of pages in the table too.
+        """
+        token = torch.arange(self.num_tokens, dtype=torch.int32, device=indices.device)
+        # The number of sequences that end at the token or before it; padding, behind them all, joins the last.
+        seq = torch.searchsorted(self.qo_indptr[1:], token, right=True, out_int32=True).clamp(max=self.num_seqs - 1)
+        position = indices.clamp(min=0)
+        column = position.div(self.page_size, rounding_mode="floor").clamp(max=self.block_table.shape[1] - 1)
+        slots = self.block_table[seq[:, None], column] * self.page_size + position % self.page_size
+        return torch.where((indices >= 0) & (indices <= self.positions[:, None]), slots, -1)
+
     def of_sequences(self, chosen: Int64s) -> tuple[Batch, torch.Tensor]:
         """The step of some of its sequences, and their tokens among this step's: [num_tokens], int64, on the device.
 

@@ -49,6 +49,9 @@ class Capabilities:
     head_dims: sizes served where query, key and value heads are of one size; `head_dim_pairs`: (qk, vo) pairs served
         besides; `any_head_dim_pair`: all of them.
     mla_dims: (kv_lora_rank, qk_rope_head_dim) pairs served; `any_mla_dims`: all of them.
+    topk: numbers of keys for each token that sparse MLA is served with, `run` then taking slots (`AttentionSpec.topk`);
+        None for none. What such a spec's latents and cache are is settled by that, so that `mla_dims` and `kv_dtypes`
+        are about dense attention alone, and empty where there is none; all other fields are about both.
     group_sizes: query heads a KV head.
     decode_qo_len: in the role of decode, most new tokens of each sequence; more than 1 are asked for where all of a
         batch have as many, as in verification of speculated chains, and graphs of them where `graph` is uniform.
@@ -80,6 +83,7 @@ class Capabilities:
     any_head_dim_pair: bool = False
     mla_dims: frozenset[tuple[int, int]] = frozenset()
     any_mla_dims: bool = False
+    topk: IntSet | None = None
     group_sizes: IntSet = ANY_INT
     page_sizes: IntSet
     preferred_page_size: int | None = None
@@ -193,6 +197,7 @@ class Capabilities:
             *self._phase_reasons(spec, role),
             *self._dtype_reasons(spec),
             *self._head_reasons(spec),
+            *self._topk_reasons(spec),
             *self._feature_reasons(spec),
             *self._pair_reasons(spec),
             *self._graph_reasons(spec, platform, role),
@@ -235,7 +240,7 @@ class Capabilities:
     def _dtype_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.dtype not in self.dtypes:
             yield _replace_reason("dtype", spec.dtype, sorted(self.dtypes))
-        if spec.storage_dtype != spec.dtype and spec.storage_dtype not in self.kv_dtypes:
+        if spec.topk is None and spec.storage_dtype != spec.dtype and spec.storage_dtype not in self.kv_dtypes:
             reason = _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
             if spec.kv_scale_per_head:  # which the spec allows with fp8 only
                 reason = dataclasses.replace(reason, remedy=f"{reason.remedy} and kv_scale_per_head=False")
@@ -251,12 +256,12 @@ class Capabilities:
     def _head_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.kv_lora_rank is not None and spec.qk_rope_head_dim is not None:
             dims = (spec.kv_lora_rank, spec.qk_rope_head_dim)
-            if not self.any_mla_dims and dims not in self.mla_dims:
+            if spec.topk is None and not self.any_mla_dims and dims not in self.mla_dims:
                 supported = "; ".join(f"rank {rank} + rope {rope}" for rank, rope in sorted(self.mla_dims))
                 yield Reason(
                     field="kv_lora_rank",
                     wanted=f"MLA with rank {dims[0]} + rope {dims[1]}",
-                    supported=supported or "no MLA",
+                    supported=supported or ("no MLA" if self.topk is None else "sparse MLA only"),
                     remedy="name another backend",
                     another=True,
                 )
@@ -278,6 +283,16 @@ class Capabilities:
                 field="num_qo_heads",
                 wanted=f"{spec.group_size} query heads for each KV head",
                 supported=str(self.group_sizes),
+                remedy="name another backend",
+                another=True,
+            )
+
+    def _topk_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+        if spec.topk is not None and (self.topk is None or spec.topk not in self.topk):
+            yield Reason(
+                field="topk",
+                wanted=f"{spec.topk} keys for each token, chosen by the engine",
+                supported="dense attention only" if self.topk is None else str(self.topk),
                 remedy="name another backend",
                 another=True,
             )
@@ -307,16 +322,19 @@ class Capabilities:
             if getattr(spec, name) != _NEUTRAL[name] and not supported:
                 yield _replace_reason(name, getattr(spec, name), [_NEUTRAL[name]])
 
+    def pairs_in(self, spec: AttentionSpec) -> list[tuple[str, str]]:
+        """The pairs of `not_together` that a spec has both of."""
+        return [pair for pair in self.not_together if {*pair} <= feature_names(spec)]
+
     def _pair_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
-        for first, second in self.not_together:
-            if {first, second} <= feature_names(spec):
-                yield Reason(
-                    field=FEATURES[second],
-                    wanted=f"{second} together with {first}",
-                    supported=f"{first} and {second} each without the other",
-                    remedy="name another backend",
-                    another=True,
-                )
+        for first, second in self.pairs_in(spec):
+            yield Reason(
+                field=FEATURES[second],
+                wanted=f"{second} together with {first}",
+                supported=f"{first} and {second} each without the other",
+                remedy="name another backend",
+                another=True,
+            )
 
     def _graph_reasons(self, spec: AttentionSpec, platform: Platform, role: Role) -> Iterable[Reason]:
         """Of steps with one new token each the decode backend has the graphs, of all others that of prefill."""
@@ -349,6 +367,7 @@ class Capabilities:
 
 FEATURES = {
     "mla": "kv_lora_rank",
+    "topk": "topk",
     "value_head_dim": "v_head_dim",
     "fp8": "kv_dtype",
     "non_causal": "causal",
@@ -365,11 +384,15 @@ FEATURES = {
 
 
 def feature_names(spec: AttentionSpec) -> set[str]:
-    """The features of a spec, as `Capabilities.not_together` calls them."""
+    """The features of a spec, as `Capabilities.not_together` calls them.
+
+    Sparse MLA is "topk", and neither "mla" nor "fp8", so that a pair with these is about dense attention.
+    """
+    is_dense = spec.topk is None
     present = {
-        "mla": spec.is_mla,
+        "mla": spec.is_mla and is_dense,
         "value_head_dim": not spec.is_mla and spec.vo_head_dim != spec.head_dim,
-        "fp8": spec.storage_dtype in FP8_DTYPES,
+        "fp8": spec.storage_dtype in FP8_DTYPES and is_dense,
         "non_causal": not spec.causal,
         spec.dtype: True,
     }
@@ -384,7 +407,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("packages", "programs", "layouts", "not_together"), tuple),
     "decode_qo_len": int,
     **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
-    "head_dims": (IntSet, type(None)),
+    **dict.fromkeys(("head_dims", "topk"), (IntSet, type(None))),
     "preferred_page_size": (int, type(None)),
     "graph": GraphLevel,
     "extra": str,
@@ -407,7 +430,7 @@ _JUDGED_FIELDS = frozenset(
         "num_qo_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "kv_scale_per_head",
         "may_quantize_q", "may_quantize_probs", "sm_scale", "causal", "sliding_window", "logits_soft_cap", "sinks",
         "alibi", "tree_mask", "return_lse", "graph", "deterministic", "kv_lora_rank", "qk_rope_head_dim",
-        "qk_nope_head_dim",
+        "qk_nope_head_dim", "topk",
     }
 )  # fmt: skip
 """The spec's fields that the reasons above judge. A field added to the spec joins this list with its own reason."""

@@ -115,16 +115,19 @@ class MLAStep:
         kv: LayerKV,
         bound: UpProjections,
         out: torch.Tensor,
-        **per_head: torch.Tensor | None,
+        **more: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """q: [num_tokens, num_qo_heads, nope + rope]. out: [num_tokens, num_qo_heads, v_head_dim].
+
+        more: what else the absorbing backend's `run` takes, for each head, or for sparse attention, of which nothing is
+        ever expanded, for each token.
 
         Returns the LSE, where the spec wants it or where there happens to be one.
         """
         if self.absorbed is None:
             return _run_expanded(q, kv, self.passes, bound, out)
         if not self.passes:
-            return _run_absorbed(q, kv, self.absorbed, bound, out, **per_head)
+            return _run_absorbed(q, kv, self.absorbed, bound, out, **more)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for rows, of_passes in ((self.absorbed_rows, False), (self.expanded_rows, True)):
             part = q[rows]
@@ -132,7 +135,7 @@ class MLAStep:
             if of_passes:
                 part_lse: torch.Tensor | None = _run_expanded(part, kv, self.passes, bound, attended)
             else:
-                part_lse = _run_absorbed(part, kv, self.absorbed, bound, attended, **per_head)
+                part_lse = _run_absorbed(part, kv, self.absorbed, bound, attended, **more)
             out[rows] = attended
             if part_lse is not None:
                 lse[rows] = part_lse
@@ -145,7 +148,7 @@ def _run_absorbed(
     step: PlannedStep,
     bound: UpProjections,
     out: torch.Tensor,
-    **per_head: torch.Tensor | None,
+    **more: torch.Tensor | None,
 ) -> torch.Tensor | None:
     tokens, heads, _ = q.shape
     nope, rank = bound.w_uk.shape[1:]
@@ -153,7 +156,7 @@ def _run_absorbed(
     torch.bmm(q[..., :nope].transpose(0, 1), bound.w_uk, out=absorbed[..., :rank].transpose(0, 1))
     absorbed[..., rank:] = q[..., nope:]
     attended = q.new_empty(tokens, heads, rank)
-    lse = step.backend.run(absorbed, kv, step.plan, attended, **per_head)
+    lse = step.backend.run(absorbed, kv, step.plan, attended, **more)
     torch.bmm(attended.transpose(0, 1), bound.w_uv, out=out.transpose(0, 1))
     return lse
 
@@ -192,7 +195,8 @@ def expanded_specs(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec] |
     """What attends after expansion, with a causal mask and without; None where absorption is the only way."""
     plain = spec.causal and not (
         spec.sliding_window or spec.logits_soft_cap or spec.sinks or spec.alibi or spec.tree_mask or spec.deterministic
-    )
+        or spec.topk
+    )  # fmt: skip
     if not plain or spec.qk_nope_head_dim is None or spec.qk_rope_head_dim is None or spec.v_head_dim is None:
         return None
     from anyattn.attention.spec import AttentionSpec  # which this module's types need only

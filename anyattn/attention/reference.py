@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.lazy import lazy_import
+from anyattn.mem_cache.sparse_pools import dsa_rows
 from anyattn.types import ALL_LAYOUTS, ANY_INT, DTYPE_BYTES, FP8_DTYPES, PHASES, GraphLevel
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ReferenceBackend(AttentionBackend):
         per_head_scales=True,
         any_head_dim_pair=True,
         any_mla_dims=True,
+        topk=ANY_INT,
         page_sizes=ANY_INT,
         layouts=ALL_LAYOUTS,
         strided_pages=True,
@@ -63,6 +65,7 @@ class ReferenceBackend(AttentionBackend):
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         batch: Batch = plan
         device = q.device if q.device.type in _FLOAT64_DEVICES else torch.device("cpu")
@@ -70,6 +73,9 @@ class ReferenceBackend(AttentionBackend):
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device)
 
+        if indices is not None:
+            lse = self._run_sparse(q, kv, indices, out, device, moved(sinks))
+            return lse if self.spec.return_lse else None
         lses = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for i in range(batch.num_seqs):
             rows = slice(int(batch.host.qo_indptr[i]), int(batch.host.qo_indptr[i + 1]))
@@ -86,6 +92,27 @@ class ReferenceBackend(AttentionBackend):
                 alibi_slopes=moved(alibi_slopes),
             )
         return lses if self.spec.return_lse else None
+
+    def _run_sparse(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        device: torch.device,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Each token against rows of its own; slots: as `run`'s indices. Returns the LSE."""
+        lses = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        page_size = kv.k.shape[1]
+        step = max(_SCORE_ELEMENTS // (slots.shape[1] * self.spec.head_dim), 1)
+        for start in range(0, q.shape[0], step):
+            block = slice(start, start + step)
+            read = slots[block].clamp(min=0)
+            k = dsa_rows(kv.k[read // page_size, read % page_size, 0].to(device))
+            seen = (slots[block] >= 0).to(device)
+            out[block], lses[block] = sparse_attention(self.spec, q[block].to(device), k, seen, sinks=sinks)
+        return lses
 
 
 def _stored(values: torch.Tensor, scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -153,15 +180,42 @@ def _attend(
     k, v = (x.masked_fill(~seen.any(dim=0)[:, None, None], 0.0) for x in (k, v))
     k = k.repeat_interleave(spec.group_size, dim=1)  # head h reads KV head h // group_size
     v = v.repeat_interleave(spec.group_size, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-    if spec.logits_soft_cap is not None:
-        scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+    scores = _capped(spec, torch.einsum("qhd,khd->hqk", q, k))
     if alibi_slopes is not None:
         key = torch.arange(k.shape[0], device=q.device)
         query = torch.arange(first_position, first_position + q.shape[0], device=q.device)
         scores = scores + alibi_slopes.double()[:, None, None] * (key - query[:, None])
-    scores = scores.masked_fill(~seen, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)  # [heads, queries]
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
-    weights = torch.exp(scores - torch.where(total.isneginf(), 0.0, total)[..., None])
+    weights, lse = _softmax(scores, seen, sinks)
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T
+
+
+def sparse_attention(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens against keys that were chosen for each of them, in float64.
+
+    q: [num_tokens, num_qo_heads, head_dim]. k: [num_tokens, topk, head_dim], whose first `vo_head_dim` elements are the
+    values. seen: [num_tokens, topk], bool. Returns as `reference_attention` does.
+    """
+    k = k.double().masked_fill(~seen[..., None], 0.0)
+    scores = _capped(spec, torch.einsum("qhd,qkd->hqk", q.double(), k))
+    weights, lse = _softmax(scores, seen, sinks)
+    return torch.einsum("hqk,qkd->qhd", weights, k[..., : spec.vo_head_dim]), lse.T
+
+
+def _capped(spec: AttentionSpec, products: torch.Tensor) -> torch.Tensor:
+    scores = products * spec.scale
+    return scores if spec.logits_soft_cap is None else spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+
+
+def _softmax(scores: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [num_qo_heads, num_queries, num_keys] and LSE [num_qo_heads, num_queries] of scores of that shape."""
+    scores = scores.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
+    return torch.exp(scores - torch.where(total.isneginf(), 0.0, total)[..., None]), lse

@@ -64,26 +64,53 @@ class _Layer:
     out: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    strided: torch.layout
     bound: UpProjections | None = None
+    num_tokens: int = -1
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def takes(self, num_tokens: int, q: Any, k: Any, v: Any) -> bool:
-        """Whether these are plainly what the layer wants; `AttentionRuntime._check_inputs` says what is not, if any."""
-        dtype, device = self.dtype, self.device
+        """Whether these are plainly what the layer wants; `AttentionRuntime._check_inputs` says what is not, if any.
+
+        Written out, as it is done for every layer of every step.
+        """
+        if num_tokens != self.num_tokens:
+            self.num_tokens = num_tokens
+            self.shapes = ((num_tokens, *self.q), (num_tokens, *self.k), (num_tokens, *self.v))
+        q_shape, k_shape, v_shape = self.shapes
+        dtype, device, strided = self.dtype, self.device, self.strided
         try:
-            for tensor, shape in ((q, self.q), (k, self.k), (v, self.v)):
-                if tensor is None and tensor is v and self.spec.is_mla:
-                    continue
-                if (
-                    tensor.shape != (num_tokens, *shape)
-                    or tensor.dtype is not dtype
-                    or tensor.device != device
-                    or tensor.layout is not torch.strided
-                    or tensor.requires_grad
-                ):
-                    return False
+            if (
+                q.shape != q_shape or q.dtype is not dtype or q.device != device or q.layout is not strided
+                or k.shape != k_shape or k.dtype is not dtype or k.device != device or k.layout is not strided
+            ):  # fmt: skip
+                return False
+            if v is None:
+                return self.spec.is_mla and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+            if v.shape != v_shape or v.dtype is not dtype or v.device != device or v.layout is not strided:
+                return False
         except AttributeError:
             return False
-        return True
+        return not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+    def writes(self, num_tokens: int, out: Any) -> bool:
+        """Whether a result can be written there; asked for behind `takes`."""
+        try:
+            return (
+                out.shape == (num_tokens, *self.out)
+                and out.dtype is self.dtype
+                and out.device == self.device
+                and out.layout is self.strided
+                and out.is_contiguous()
+                and not out.requires_grad
+            )
+        except AttributeError:
+            return False
+
+
+_MOST_SPARSE_SLOTS = (1 << 31) - 1
+"""Slots of a pool, those of the null page included, that sparse attention can name."""
 
 
 class AttentionRuntime:
@@ -124,6 +151,12 @@ class AttentionRuntime:
             for spec in selections
         ]
         self._device_type = self.device.type
+        num_slots = (max(pool.num_pages for pool in self.pools) + 1) * table.page_size
+        if num_slots > _MOST_SPARSE_SLOTS and any(spec.topk for spec in self.layer_specs):
+            raise ContractError(
+                f"sparse attention names slots in int32, and {num_slots} of them are more than that holds: "
+                f"give num_pages={_MOST_SPARSE_SLOTS // table.page_size - 1} or fewer."
+            )
 
     def _new_layer(self, number: int, group: int) -> _Layer:
         spec = self.layer_specs[number]
@@ -140,6 +173,7 @@ class AttentionRuntime:
             out=(spec.num_qo_heads, spec.vo_head_dim),
             dtype=self._dtype,
             device=self.device,
+            strided=torch.strided,
         )
 
     @property
@@ -263,6 +297,7 @@ class AttentionRuntime:
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Any:
         """Stores one layer's new keys and values, then attends.
@@ -273,6 +308,9 @@ class AttentionRuntime:
             a k that is the latent part alone, [num_tokens, kv_lora_rank].
         sinks, alibi_slopes: [num_qo_heads], when and only when the spec asks for them. Sinks that a model
             has in bfloat16 are best passed so: some kernels take no others.
+        indices: [num_tokens, topk], int32, when and only when the spec has a topk: for each token positions in its own
+            sequence, none of them twice, in any order. A token sees those of [0, its own position]; others, as -1,
+            stand for none, anywhere in a row. A row of none gives 0, and an LSE of -inf.
         out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous; a new tensor otherwise.
 
         q, k and v may have any strides. Returns the output, and with spec.return_lse a pair of it and the LSE,
@@ -283,7 +321,7 @@ class AttentionRuntime:
         """
         if torch.is_autocast_enabled(self._device_type):  # it would lower the precision that the spec asks for
             with torch.autocast(self._device_type, enabled=False):
-                return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
+                return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, indices=indices, out=out)
         if (
             type(layer) is not int
             or not 0 <= layer < len(self._layers)
@@ -300,32 +338,39 @@ class AttentionRuntime:
             sinks = _per_head("sinks", sinks, spec.sinks, spec, self.device)
         if alibi_slopes is not None or spec.alibi:
             alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
-        if out is not None:
+        if indices is not None or spec.topk is not None:
+            _check_indices(indices, spec, tokens, self.device)
+        if out is None:
+            out = q.new_empty((tokens, *here.out))
+        elif not here.writes(tokens, out):
             _check_tensor("out", out, (tokens, *here.out), self._dtype, self.device)
-            if not out.is_contiguous() or out.requires_grad:
-                raise ContractError("out must be contiguous and without gradient.")
-        attended = q.new_empty((tokens, *here.out)) if out is None else out
+            raise ContractError("out must be contiguous and without gradient.")
         lse: Any
         if not tokens:
             lse = q.new_empty((0, spec.num_qo_heads), dtype=torch.float32)
-            return (attended, lse) if spec.return_lse else attended
+            return (out, lse) if spec.return_lse else out
         step: Any = plan.steps[here.group]
         mla_step: Any = plan.mla[here.group]
         if step is None if here.bound is None else mla_step is None:
             raise ContractError(f"layer {layer} was given up-projections after this step was planned: plan it again.")
         here.pool.store(here.place, k, v, batch.of_pool(here.number).out_slots)
         kv = here.pool.layers[here.place]
+        more = {}
+        if sinks is not None or alibi_slopes is not None:
+            more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        if indices is not None:
+            more["indices"] = batch.of_pool(here.number).slots_of(indices)
         if here.bound is not None:
-            lse = mla_step.run(q, kv, here.bound, attended, sinks=sinks, alibi_slopes=alibi_slopes)
+            lse = mla_step.run(q, kv, here.bound, out, **more)
         else:
-            if q.stride(-1) != 1 or (step.backend.capabilities.contiguous_q and not q.is_contiguous()):
+            if not q.is_contiguous() and (q.stride(-1) != 1 or step.backend.capabilities.contiguous_q):
                 q = q.contiguous()
-            lse = step.backend.run(q, kv, step.plan, attended, sinks=sinks, alibi_slopes=alibi_slopes)
+            lse = step.backend.run(q, kv, step.plan, out, **more)
         if not spec.return_lse:
-            return attended
+            return out
         if lse is None or lse.shape != (tokens, spec.num_qo_heads):
             raise ContractError(f"the backend gave no LSE of {[tokens, spec.num_qo_heads]}.")
-        return attended, lse
+        return out, lse
 
     def bind_mla(self, layer: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         """Gives one MLA layer its up-projections; `run` then takes q before absorption and returns heads of v_head_dim.
@@ -352,7 +397,7 @@ class AttentionRuntime:
         _check_tensor("w_uv", w_uv, (spec.num_qo_heads, rank, spec.v_head_dim), self._dtype, self.device)
         here = self._layers[layer]
         here.bound = UpProjections(w_uk=w_uk.detach(), w_uv=w_uv.detach())
-        here.q = (spec.num_qo_heads, spec.qk_nope_head_dim + spec.head_dim - rank)
+        here.q, here.num_tokens = (spec.num_qo_heads, spec.qk_nope_head_dim + spec.head_dim - rank), -1
         here.out = (spec.num_qo_heads, spec.v_head_dim)
 
     def fork(self, seq: int, count: int = 1) -> list[int]:
@@ -421,7 +466,7 @@ class AttentionRuntime:
 def _check_tensor(
     name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         kind = f"{tensor.layout} tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ContractError(f"{name} must be a dense tensor {list(shape)}, not a {kind}.")
     if tensor.shape != shape:
@@ -430,6 +475,14 @@ def _check_tensor(
         raise ContractError(f"{name} must be {dtype_name(dtype)}, not {dtype_name(tensor.dtype)}.")
     if tensor.device != device:
         raise ContractError(f"{name} must be on {device}, not on {tensor.device}.")
+
+
+def _check_indices(indices: torch.Tensor | None, spec: AttentionSpec, tokens: int, device: torch.device) -> None:
+    if spec.topk is None:
+        raise ContractError("indices were passed to run, and the spec has no topk.")
+    if indices is None:
+        raise ContractError(f"the spec has topk={spec.topk}: pass the positions that each token sees to run, indices=.")
+    _check_tensor("indices", indices, (tokens, spec.topk), torch.int32, device)
 
 
 def _per_head(

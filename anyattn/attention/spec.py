@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyattn.errors import SpecError
-from anyattn.mem_cache.spec import CacheKind, CacheSpec
+from anyattn.mem_cache.spec import DSA_HEAD_DIM, DSA_V_HEAD_DIM, CacheKind, CacheSpec
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, GraphLevel, KVLayout, dtype_name
 
 _KV_DTYPES = ("auto", *DTYPE_BYTES)
@@ -50,6 +50,9 @@ class AttentionSpec:
     graph: the batches for which a captured device graph must stay valid; a GraphLevel or its name in lower case.
     deterministic: a row's bits do not depend on the other sequences of its batch.
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim: MLA's latent rank and parts of the query head.
+    topk: sparse MLA, as in DeepSeek-V3.2: `run` takes for each token so many positions of its sequence, chosen by the
+        engine, and the token sees of these what the causal mask lets it see. Needs a latent of 512, a rope part of 64
+        and kv_dtype float8_e4m3fn; the cache then holds the rows that `mem_cache.sparse_pools.DSAPool` describes.
     """
 
     num_qo_heads: int
@@ -74,6 +77,7 @@ class AttentionSpec:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     qk_nope_head_dim: int | None = None
+    topk: int | None = None
 
     @classmethod
     def mla(
@@ -138,9 +142,11 @@ class AttentionSpec:
                 raise SpecError("qk_rope_head_dim and qk_nope_head_dim belong to MLA: use AttentionSpec.mla(...).")
         else:
             self._check_mla(self.kv_lora_rank)
+        if self.topk is not None:
+            self._check_topk()
 
     def _check_sizes(self) -> None:
-        optional = ("v_head_dim", "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+        optional = ("v_head_dim", "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "topk")
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", *optional):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -214,6 +220,20 @@ class AttentionSpec:
         if (self.qk_nope_head_dim is None) != (self.v_head_dim is None):
             raise SpecError("qk_nope_head_dim and v_head_dim must be given together: bind_mla needs both.")
 
+    def _check_topk(self) -> None:
+        if (self.kv_lora_rank, self.head_dim) != (DSA_V_HEAD_DIM, DSA_HEAD_DIM):
+            raise SpecError(
+                f"topk needs MLA with a kv_lora_rank of {DSA_V_HEAD_DIM} and a qk_rope_head_dim of "
+                f"{DSA_HEAD_DIM - DSA_V_HEAD_DIM}, which is what the rows of sparse attention hold."
+            )
+        if self.kv_dtype != "float8_e4m3fn":
+            raise SpecError(
+                f"topk needs kv_dtype='float8_e4m3fn', as the rows of sparse attention hold it, not {self.kv_dtype!r}."
+            )
+        for name, neutral in (("causal", True), ("sliding_window", None), ("alibi", False), ("tree_mask", False)):
+            if getattr(self, name) != neutral:
+                raise SpecError(f"topk needs {name}={neutral}: what a token sees is chosen among all before it.")
+
     @property
     def is_mla(self) -> bool:
         """Whether k holds latents that also serve as values."""
@@ -246,6 +266,8 @@ class AttentionSpec:
     @property
     def cache_kind(self) -> CacheKind:
         """What the layers keep, as `CacheSpec` calls it."""
+        if self.topk is not None:
+            return "dsa"
         return "mla" if self.is_mla else "mha"
 
     def cache_spec(

@@ -26,7 +26,21 @@ def anyattn_platforms() -> dict[str, str]:
 def anyattn_attention_backends() -> dict[str, str]:
     """Portable ones and those that wrap a vendor's kernels."""
     return {
+        "cutedsl_mla": "anyattn.hardware_backend.cuda.cutedsl_mla:CuteDSLMLABackend",
+        "cutlass_mla": "anyattn.hardware_backend.cuda.cutlass_mla:CutlassMLABackend",
+        "dsa": "anyattn.hardware_backend.cuda.dsa:DSABackend",
+        "fa3": "anyattn.hardware_backend.cuda.fa3:FA3Backend",
+        "fa3_fwd": "anyattn.hardware_backend.cuda.fa3_fwd:FA3FwdBackend",
+        "fa3_sm8x": "anyattn.hardware_backend.cuda.fa3:FA3Sm8xBackend",
+        "fa4": "anyattn.hardware_backend.cuda.fa4:FA4Backend",
+        "flash_attn": "anyattn.hardware_backend.cuda.flash_attn:FlashAttnBackend",
         "flashinfer": "anyattn.hardware_backend.cuda.flashinfer:FlashInferBackend",
+        "flashinfer_mla": "anyattn.hardware_backend.cuda.flashinfer_mla:FlashInferMLABackend",
+        "flashmla": "anyattn.hardware_backend.cuda.flashmla:FlashMLABackend",
+        "torch_varlen": "anyattn.hardware_backend.cuda.torch_varlen:TorchVarlenBackend",
+        "trtllm_mha": "anyattn.hardware_backend.cuda.trtllm_mha:TRTLLMMHABackend",
+        "trtllm_mla": "anyattn.hardware_backend.cuda.trtllm_mla:TRTLLMMLABackend",
+        "xqa": "anyattn.hardware_backend.cuda.xqa:XQABackend",
         "flex_attention": "anyattn.attention.flex_attention:FlexAttentionBackend",
         "flex_attention_cpu": "anyattn.attention.flex_attention:FlexAttentionCPUBackend",
         "reference": "anyattn.attention.reference:ReferenceBackend",
@@ -44,6 +58,7 @@ def anyattn_kv_allocators() -> dict[str, str]:
 def anyattn_kv_pools() -> dict[str, str]:
     """Triton where it runs, plain torch elsewhere."""
     return {
+        "dsa": "anyattn.mem_cache.sparse_pools:DSAPool",
         "mha": "anyattn.mem_cache.pool:MHAPool",
         "mla": "anyattn.mem_cache.pool:MLAPool",
     }

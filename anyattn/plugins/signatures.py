@@ -21,17 +21,39 @@ def wrong_signatures(implementation: type[Any], base: type[Any]) -> list[str]:
     a static or class method, or any other object that can be called; one whose parameters cannot be told is let pass.
     """
     wrong = []
+    more = _declared_parameters(implementation)
     for name, method in vars(base).items():
         if not inspect.isfunction(method) or (name.startswith("_") and name != "__init__"):
             continue
         theirs = inspect.getattr_static(implementation, name, method)
-        if theirs is not method and (text := _wrong(method, implementation, name, theirs)):
+        if theirs is not method and (text := _wrong(method, implementation, name, theirs, more.get(name, ()))):
             wrong.append(f"{name}: {text}")
     return wrong
 
 
-def _wrong(method: Any, implementation: type[Any], name: str, theirs: Any) -> str | None:
-    """theirs: what the class holds under the name, before any descriptor turns it into what is called."""
+_DECLARED = {("run", "indices"): "topk"}
+"""Parameters that a method takes by name, besides those of the base class's, where the capabilities have a field."""
+
+
+def _declared_parameters(implementation: type[Any]) -> dict[str, tuple[str, ...]]:
+    """By method, the names of `_DECLARED` that are asked of this class."""
+    capabilities = inspect.getattr_static(implementation, "capabilities", None)
+    asked: dict[str, tuple[str, ...]] = {}
+    for (method, parameter), field in _DECLARED.items():
+        try:
+            declared = contained(getattr, capabilities, field, None)
+        except Exception:  # a plugin's own kind of declaration; that it fails is found where it is judged
+            continue
+        if declared is not None:
+            asked[method] = (*asked.get(method, ()), parameter)
+    return asked
+
+
+def _wrong(method: Any, implementation: type[Any], name: str, theirs: Any, more: tuple[str, ...]) -> str | None:
+    """theirs: what the class holds under the name, before any descriptor turns it into what is called.
+
+    more: names of parameters that it has to take besides.
+    """
     try:
         called = contained(getattr, implementation, name)
     except Exception as error:
@@ -47,6 +69,7 @@ def _wrong(method: Any, implementation: type[Any], name: str, theirs: Any) -> st
     wanted = inspect.signature(method)
     parameters = list(wanted.parameters.values())[0 if takes_instance else 1 :]
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters += [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=None) for each in more]
     named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     try:
         for optional in (True, False):

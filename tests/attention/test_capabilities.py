@@ -54,7 +54,12 @@ ASKED = {
     ),
     "qk_rope_head_dim": None,  # with kv_lora_rank
     "qk_nope_head_dim": None,  # the runtime's, not the backend's
-}
+    "topk": (
+        {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "sm_scale": 1.0,
+         "kv_dtype": "float8_e4m3fn", "topk": 64},
+        {},
+    ),
+}  # fmt: skip
 """By spec field: what to ask, and what to take from the declaration besides."""
 
 REPORTED_AS = {"v_head_dim": "head_dim"}

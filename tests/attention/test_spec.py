@@ -63,6 +63,8 @@ def test_mla_is_one_kv_head_of_rank_plus_rope_whose_values_are_the_latents():
         ({"kv_scale_per_head": True}, "kv_scale_per_head needs a kv_dtype of float8_e4m3fn or float8_e5m2"),
         ({"kv_scale_per_head": True, "kv_dtype": "float16"}, "kv_scale_per_head needs a kv_dtype"),
         ({"kv_scale_per_head": 1, "kv_dtype": "float8_e5m2"}, "kv_scale_per_head must be True or False"),
+        ({"topk": 64, "kv_dtype": "float8_e4m3fn"}, "topk needs MLA"),
+        ({"topk": 0}, "topk must be a positive integer"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(fields, message):
@@ -78,6 +80,7 @@ def test_a_spec_that_contradicts_itself_is_refused(fields, message):
         ({"v_head_dim": 128}, "must be given together"),
         ({"num_kv_heads": 2, "num_qo_heads": 16}, "MLA has one KV head"),
         ({"kv_dtype": "float8_e4m3fn", "kv_scale_per_head": True}, "not for MLA"),
+        ({"topk": 64}, "topk needs kv_dtype='float8_e4m3fn'"),
     ],
 )
 def test_an_mla_spec_that_contradicts_itself_is_refused(fields, message):

@@ -1,7 +1,6 @@
 """What an NVIDIA GPU can run, run on it: `pytest -m cuda`. FlashInfer compiles its kernels at their first use."""
 
 import dataclasses
-import importlib.metadata
 import secrets
 import sys
 from pathlib import Path
@@ -13,12 +12,18 @@ import anyattn
 from anyattn import discovery
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
+from anyattn.hardware_backend.cuda.dsa import DSABackend
+from anyattn.hardware_backend.cuda.fa3 import FA3Backend
 from anyattn.hardware_backend.cuda.flashinfer import FlashInferBackend
+from anyattn.hardware_backend.cuda.flashinfer_mla import FlashInferMLABackend
+from anyattn.hardware_backend.cuda.flashmla import FlashMLABackend
+from anyattn.hardware_backend.cuda.xqa import XQABackend
 from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.device_allocator import DeviceAllocator
 from anyattn.mem_cache.pool import MHAPool, MLAPool
 from anyattn.mem_cache.sparse_pools import DSAPool, IndexKPool
 from anyattn.platforms.simulated import H200
+from anyattn.plugins.requirements import missing_packages
 from anyattn.testing.check import CannotRunError
 from anyattn.testing.suite import checks_for
 from anyattn.testing.target import Target
@@ -37,7 +42,12 @@ class GraphsOnCUDA(ExampleBackend):
 
 
 TARGETS = {
+    "dsa_backend": ("backend", DSABackend),
+    "fa3": ("backend", FA3Backend),
     "flashinfer": ("backend", FlashInferBackend),
+    "flashinfer_mla": ("backend", FlashInferMLABackend),
+    "flashmla": ("backend", FlashMLABackend),
+    "xqa": ("backend", XQABackend),
     "reference": ("backend", ReferenceBackend),
     "torch_native": ("backend", TorchNativeBackend),
     "graphs": ("backend", GraphsOnCUDA),
@@ -68,12 +78,14 @@ def gpu():
     return discovery.usable_device("cuda")
 
 
+def require_packages(backend):
+    for reason in missing_packages(getattr(backend.capabilities, "packages", ()), ""):
+        pytest.skip(f"needs {reason.wanted}: {reason.supported}")
+
+
 @pytest.fixture
 def flashinfer_is_installed():
-    try:
-        importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("needs flashinfer-python")
+    require_packages(FlashInferBackend)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +99,8 @@ def checks_here(gpu):
 
 
 @pytest.mark.parametrize(("name", "check_id"), list(checks()))
-def test_what_a_declaration_says_holds_on_the_device(checks_here, name, check_id, request):
-    if name == "flashinfer":
-        request.getfixturevalue("flashinfer_is_installed")
+def test_what_a_declaration_says_holds_on_the_device(checks_here, name, check_id):
+    require_packages(TARGETS[name][1])
     seed = secrets.randbelow(1 << 31)
     print("seed", seed)
     try:
@@ -99,14 +110,19 @@ def test_what_a_declaration_says_holds_on_the_device(checks_here, name, check_id
 
 
 @pytest.mark.usefixtures("flashinfer_is_installed")
-def test_flashinfer_is_chosen_for_a_plain_model():
+def test_the_fastest_of_each_role_are_chosen_for_a_plain_model(gpu):
+    require_packages(FA3Backend)
+    if gpu.arch != "sm90":
+        pytest.skip("needs a Hopper GPU")
     rt = anyattn.create_runtime(anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=64, device="cuda")
-    assert (rt.selection.prefill, rt.selection.decode) == ("flashinfer", "flashinfer")
+    assert (rt.selection.prefill, rt.selection.decode) == ("fa3", "flashinfer")
 
 
 @pytest.mark.usefixtures("flashinfer_is_installed")
 def test_a_flashinfer_plan_stays_valid_while_others_are_made_and_run():
-    rt = anyattn.create_runtime(anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=256, device="cuda")
+    rt = anyattn.create_runtime(
+        anyattn.AttentionSpec(**GQA), num_layers=1, num_pages=256, device="cuda", backend="flashinfer"
+    )
     q, k, v = (torch.randn(90, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
     first, second = rt.new_sequences(1), rt.new_sequences(2)
     plan = rt.plan(rt.extend(first, [90]))

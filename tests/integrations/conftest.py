@@ -14,7 +14,8 @@ try:
 except ImportError:
     pass  # every test file says by itself what is missing, and skips
 
-NEW_TOKENS = 32
+NEW_TOKENS = 16
+"""Enough for each of the prompts to go beyond the end of a page of 16 tokens."""
 
 QUESTIONS = (
     "Hi",
@@ -47,13 +48,19 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    """Model and tokenizer, float32 on the CPU."""
+def default_model():
+    """The file of SmolLM2's weights."""
     try:
-        path = find_default_model()
+        return find_default_model()
     except ContractError as error:
         pytest.skip(str(error))
-    return load_model(path, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2(default_model):
+    """Model and tokenizer, float32 on the CPU. They take half a minute to load, so only test_smollm2.py asks for them:
+    workers of a test run have a session each."""
+    return load_model(default_model, dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture(scope="session")

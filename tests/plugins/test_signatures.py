@@ -1,5 +1,6 @@
 """Which replacements of a contract's methods can be called as anyattn calls them, and what is said of the others."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -11,6 +12,7 @@ from anyattn.mem_cache.base import KVAllocator, KVPool
 from anyattn.mem_cache.empty_pool import EmptyPool
 from anyattn.mem_cache.pool import MHAPool, MLAPool
 from anyattn.plugins.signatures import missing_methods, wrong_signatures
+from anyattn.types import ANY_INT
 
 
 class Base:
@@ -202,3 +204,31 @@ def test_the_built_in_classes_fit(implementation, base):
 def test_the_methods_that_a_class_leaves_open_are_named_in_order():
     assert missing_methods(AttentionBackend) == ["plan", "run"]
     assert missing_methods(dict) == []
+
+
+@pytest.mark.parametrize(
+    ("topk", "parameters", "fits"),
+    [
+        (None, "*, sinks=None, alibi_slopes=None", True),
+        (ANY_INT, "*, sinks=None, alibi_slopes=None", False),
+        (ANY_INT, "*, sinks=None, alibi_slopes=None, indices=None", True),
+        (ANY_INT, "**more", True),
+    ],
+)
+def test_indices_are_taken_by_backends_that_declare_a_topk_and_asked_of_no_other(topk, parameters, fits):
+    run = eval(f"lambda self, q, kv, plan, out, {parameters}: None")
+    capabilities = dataclasses.replace(ReferenceBackend.capabilities, topk=topk)
+    theirs = type("Theirs", (ReferenceBackend,), {"run": run, "capabilities": capabilities})
+    said = wrong_signatures(theirs, AttentionBackend)
+    assert (said == []) == fits
+    assert fits or "indices=None" in said[0]
+
+
+def test_a_declaration_that_cannot_be_read_asks_for_no_parameter():
+    class Broken:
+        @property
+        def topk(self):
+            raise OSError
+
+    theirs = type("Theirs", (ReferenceBackend,), {"capabilities": Broken()})
+    assert wrong_signatures(theirs, AttentionBackend) == []

@@ -74,7 +74,7 @@ class Plain(AttentionBackend):
     def plan(self, batch):
         return batch
 
-    def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None):
+    def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None, indices=None):
         pass
 
 
@@ -92,7 +92,7 @@ def with_methods(**methods):
 
 @pytest.mark.parametrize("name", BUILTIN.attention_backends())
 def test_every_built_in_backend_keeps_the_contract(name):
-    (target,) = find_targets(name, BUILTIN)
+    (target,) = (target for target in find_targets(name, BUILTIN) if target.kind == "backend")
     found = outcomes(target)
     assert {name: error for name, error in found.items() if error is not None} == {}
     assert "its plugin states this contract version" in found
@@ -108,6 +108,11 @@ def test_every_built_in_backend_keeps_the_contract(name):
         {"head_dims": None, "head_dim_pairs": frozenset({(192, 128)})},
         {"head_dims": None, "mla_dims": frozenset({(512, 64)}), "group_sizes": ints(16, 128)},
         {"head_dims": ints(77), "dtypes": frozenset({"float64"}), "causal": frozenset({False})},
+        {"head_dims": None, "kv_dtypes": frozenset(), "quantizes_q": False, "quantizes_probs": False,
+         "topk": ints(100)},
+        {"topk": ANY_INT, "mla_dims": frozenset({(512, 64)}), "group_sizes": ints(64)},
+        {"topk": ints(64), "not_together": (("topk", "return_lse"), ("mla", "fp8")), "lse": True, "sinks": True,
+         "mla_dims": frozenset({(512, 64)})},
         {"phases": frozenset({"decode"}), "tree_mask": True},
         {"phases": frozenset({"decode"}), "decode_qo_len": 8},
         {"not_together": (("tree_mask", "sinks"), ("non_causal", "bfloat16")), "mla_dims": frozenset({(512, 64)})},

@@ -459,7 +459,7 @@ class WritesBehindOut(OnRun):
 class Loop(ReferenceBackend):
     """The reference, to be changed where one sequence is attended."""
 
-    capabilities = dataclasses.replace(ReferenceBackend.capabilities, layouts=KV_LAYOUTS)
+    capabilities = dataclasses.replace(ReferenceBackend.capabilities, layouts=KV_LAYOUTS, topk=None)
 
     def run(self, q, kv, plan, out, *, sinks=None, alibi_slopes=None):
         lses = torch.empty(q.shape[:2])

@@ -24,7 +24,7 @@ import torch
 from anyattn.attention.reference import ReferenceBackend
 
 def without(*names, **others):
-    return dataclasses.replace(ReferenceBackend.capabilities, **dict.fromkeys(names, False), **others)
+    return dataclasses.replace(ReferenceBackend.capabilities, topk=None, **dict.fromkeys(names, False), **others)
 
 
 class Deaf(ReferenceBackend):

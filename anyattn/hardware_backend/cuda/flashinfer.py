@@ -41,7 +41,7 @@ _ARCHS = frozenset({"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "
 _LN_2 = math.log(2.0)  # FlashInfer's LSE is in base 2
 _SEES_NOTHING = -4.9e4
 """In base 2: the kernels' minus infinity is -5e4, plus the logarithm of how many keys were masked (math.cuh)."""
-_SHORT_QO_LEN = 64
+_SHORT_QO_LEN, _FA3_TILE = 64, 128
 """The fa3 kernels' tiles are of 128 or 192 rows of one head, and the fa2 ones' of all heads of a group, so that these
 are faster for short new parts: 3.5 times on an H200 at four tokens. The bound is that of FlashInfer 0.7's "auto"."""
 _MOST_CORES = 192  # of the devices that are declared; where the device does not tell
@@ -89,15 +89,15 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
-        self._kv_dtype: torch.dtype = getattr(torch, spec.storage_dtype)
         self._is_fp8 = spec.storage_dtype != spec.dtype
+        self._is_plain = not (self._is_fp8 or spec.sinks or spec.return_lse)
         window = spec.sliding_window
         self._heads = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, cache.page_size)
         self._options = {
             "window_left": -1 if window is None else window - 1,
             "logits_soft_cap": spec.logits_soft_cap,
             "q_data_type": getattr(torch, spec.dtype),
-            "kv_data_type": self._kv_dtype,
+            "kv_data_type": getattr(torch, spec.storage_dtype),
             "sm_scale": spec.scale,
         }
         tile = 128 if spec.head_dim < 256 else 64
@@ -167,6 +167,9 @@ class FlashInferBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
+        if self._is_plain:
+            plan.wrapper.run(q, (kv.k, kv.v), out=out)
+            return None
         k_scale: float | None = None
         if isinstance(kv.k_scale, torch.Tensor):
             q = torch.mul(q.detach(), kv.k_scale.view(1), out=torch.empty_like(q))
@@ -195,9 +198,15 @@ class FlashInferBackend(AttentionBackend):
             out.mul_(factor)  # in float32, also where it is a tensor
 
     def _prefill_kernel(self, batch: Batch) -> str:
-        """What FlashInfer calls a backend. The fa3 kernels take no masks, and an fp8 cache only with q in fp8."""
-        takes_fa3 = self.platform.arch == "sm90" and not self._is_fp8 and batch.tree_masks is None
-        return "fa3" if takes_fa3 and batch.max_qo_len > _SHORT_QO_LEN else "fa2"
+        """What FlashInfer calls a backend. The fa3 kernels take no masks, and an fp8 cache only with q in fp8.
+
+        They are for steps where most keys are read by tiles of long new parts.
+        """
+        if self.platform.arch != "sm90" or self._is_fp8 or batch.tree_masks is not None:
+            return "fa2"
+        qo_lens = batch.host.qo_lens
+        keys = -(-qo_lens // _FA3_TILE) * batch.host.kv_lens
+        return "fa3" if 2 * keys[qo_lens > _SHORT_QO_LEN].sum() > keys.sum() else "fa2"
 
     def _decode_wrapper(self, workspace: torch.Tensor, **options: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(

@@ -19,6 +19,7 @@ from anyattn.types import ROLES, GraphLevel, Reason, Role
 _HEAD_DIMS = (64, 128, 256, 80, 16, 32, 96, 192, 512)
 _GROUP_SIZES = (4, 1, 2, 8, 16, 3)
 _MLA_DIMS = ((512, 64), (64, 16))
+_TOPKS = (64, 2048, 128, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,9 @@ def find_covered(capabilities: Capabilities) -> Covered:
                 return Covered(spec=spec, device=device, roles=roles)
             first = first or (spec, device, refusals["decode"])
     if first is None:
-        raise CheckFailedError("capabilities declare no size of heads: neither head_dims, head_dim_pairs nor mla_dims.")
+        raise CheckFailedError(
+            "capabilities declare no size of heads: neither head_dims, head_dim_pairs, mla_dims nor topk."
+        )
     spec, device, refusal = first
     raise CheckFailedError(
         f"no plain spec that is declared is accepted. [{spec}] on {device} is refused: {'; '.join(map(str, refusal))}."
@@ -119,6 +122,12 @@ def plain_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
     ranks = sorted(capabilities.mla_dims) or (_MLA_DIMS if capabilities.any_mla_dims else [])
     for (rank, rope), group, dtype, causal in product(ranks, groups, dtypes, masks):
         yield mla_spec(rank, rope, num_qo_heads=group, dtype=dtype, causal=causal)
+    if capabilities.topk is not None and True in masks:
+        topk = next((topk for topk in _TOPKS if topk in capabilities.topk), capabilities.topk.example())
+        for group, dtype in product(groups, dtypes):
+            yield sparse_spec(topk, num_qo_heads=group, dtype=dtype).replace(
+                may_quantize_q=capabilities.quantizes_q, may_quantize_probs=capabilities.quantizes_probs
+            )
 
 
 def specs_with_features(capabilities: Capabilities, spec: AttentionSpec) -> Iterator[AttentionSpec]:
@@ -126,14 +135,15 @@ def specs_with_features(capabilities: Capabilities, spec: AttentionSpec) -> Iter
     yield spec
     for dtype in sorted(capabilities.dtypes - {spec.dtype}):
         yield spec.replace(dtype=dtype)
-    for dtype in sorted(capabilities.kv_dtypes - {spec.dtype}):
+    dense = spec.topk is None  # which leaves the cache's dtype and the mask to the spec
+    for dtype in sorted(capabilities.kv_dtypes - {spec.dtype}) if dense else ():
         yield spec.replace(kv_dtype=dtype, may_quantize_q=True, may_quantize_probs=True)
     for declared, field, value in (
-        (capabilities.sliding_window and spec.causal, "sliding_window", 128),
+        (capabilities.sliding_window and spec.causal and dense, "sliding_window", 128),
         (capabilities.logits_soft_cap, "logits_soft_cap", 30.0),
         (capabilities.sinks, "sinks", True),
-        (capabilities.alibi, "alibi", True),
-        (capabilities.tree_mask and spec.causal, "tree_mask", True),
+        (capabilities.alibi and dense, "alibi", True),
+        (capabilities.tree_mask and spec.causal and dense, "tree_mask", True),
         (capabilities.lse, "return_lse", True),
         (capabilities.deterministic, "deterministic", True),
         (capabilities.graph > GraphLevel.NEVER, "graph", capabilities.graph),
@@ -152,3 +162,9 @@ def mla_spec(rank: int, rope: int, *, num_qo_heads: int, dtype: str, causal: boo
         dtype=dtype,
         causal=causal,
     )
+
+
+def sparse_spec(topk: int, *, num_qo_heads: int, dtype: str) -> AttentionSpec:
+    """Sparse MLA with so many keys for each token."""
+    dense = mla_spec(*_MLA_DIMS[0], num_qo_heads=num_qo_heads, dtype=dtype, causal=True)
+    return dense.replace(kv_dtype="float8_e4m3fn", topk=topk)

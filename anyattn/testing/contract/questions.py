@@ -12,12 +12,13 @@ from anyattn.attention.spec import AttentionSpec
 from anyattn.errors import SpecError
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CheckFailedError
-from anyattn.testing.contract.covered import Covered, mla_spec, on_a_graph_device, plain_specs
+from anyattn.testing.contract.covered import Covered, mla_spec, on_a_graph_device, plain_specs, sparse_spec
 from anyattn.types import ALL_LAYOUTS, DTYPE_BYTES, FP8_DTYPES, ROLES, GraphLevel, Role
 
 _HEAD_DIMS = (64, 128, 80, 96, 256, 512, 40, 8, 1, 1000)
 _HEAD_DIM_PAIRS = ((192, 128), (64, 128), (128, 64), (32, 48))
 _MLA_DIMS = ((512, 64), (64, 16), (256, 32))
+_TOPKS = (1, 64, 100, 2048)
 _GROUP_SIZES = (1, 2, 3, 5, 7, 8, 16, 71, 1000)
 _PAGE_SIZES = (1, 2, 3, 16, 64, 128, 256, 1024, 10_007)
 
@@ -63,6 +64,11 @@ def serves_mha(capabilities: Capabilities) -> bool:
     return capabilities.any_head_dim_pair or capabilities.head_dims is not None or bool(capabilities.head_dim_pairs)
 
 
+def serves_dense(capabilities: Capabilities) -> bool:
+    """Whether anything is declared but sparse MLA, whose cache and mask no spec can ask for otherwise."""
+    return serves_mha(capabilities) or capabilities.any_mla_dims or bool(capabilities.mla_dims)
+
+
 def _dtypes(capabilities: Capabilities) -> Iterator[Refusal]:
     dtypes, kv_dtypes = capabilities.dtypes, capabilities.kv_dtypes
     yield Refusal(
@@ -83,7 +89,7 @@ def _dtypes(capabilities: Capabilities) -> Iterator[Refusal]:
         what="another kv_dtype",
         field="kv_dtype",
         capability="kv_dtypes",
-        values=tuple(sorted(set(DTYPE_BYTES) - kv_dtypes - own)),
+        values=tuple(sorted(set(DTYPE_BYTES) - kv_dtypes - own)) if serves_dense(capabilities) else (),
         ask=with_kv_dtype,
     )
     fp8 = tuple(sorted(kv_dtypes & FP8_DTYPES))
@@ -161,6 +167,19 @@ def _heads(capabilities: Capabilities) -> Iterator[Refusal]:
             ),
         ),
     )
+    topk = capabilities.topk
+    yield Refusal(
+        what="sparse MLA" if topk is None else "another topk",
+        field="topk",
+        capability="topk",
+        values=_TOPKS[-1:] if topk is None else tuple(each for each in _TOPKS if each not in topk),
+        ask=lambda covered, value: Question(
+            asked=f"topk={value}",
+            spec=sparse_spec(value, num_qo_heads=covered.spec.group_size, dtype=covered.spec.dtype).replace(
+                may_quantize_q=True, may_quantize_probs=True
+            ),
+        ),
+    )
     yield Refusal(
         what="another number of query heads a KV head",
         field="num_qo_heads",
@@ -174,12 +193,13 @@ def _heads(capabilities: Capabilities) -> Iterator[Refusal]:
 
 
 def _features(capabilities: Capabilities) -> Iterator[Refusal]:
+    is_dense = serves_dense(capabilities)
     for causal in (False, True):
         yield Refusal(
             what=f"causal={causal}",
             field="causal",
             capability="causal",
-            values=(causal,) if causal not in capabilities.causal else (),
+            values=(causal,) if causal not in capabilities.causal and is_dense else (),
             ask=lambda covered, value: Question(asked=f"causal={value}", spec=covered.spec.replace(causal=value)),
         )
     for name, declared, value in (
@@ -191,6 +211,8 @@ def _features(capabilities: Capabilities) -> Iterator[Refusal]:
         ("return_lse", "lse", True),
         ("deterministic", "deterministic", True),
     ):
+        if name in ("sliding_window", "alibi", "tree_mask") and not is_dense:
+            continue
         needed = {"causal": True} if name in ("sliding_window", "tree_mask") else {}  # the spec allows no other
         yield Refusal(
             what=name,

@@ -9,6 +9,9 @@ import torch
 from anyattn.testing.graphs.capture import capture
 from anyattn.testing.graphs.engine import Engine, Results, Work
 
+_ANY_POSITION = 20
+"""What tokens of padding are said to see, beside what no sequence has: some token of many."""
+
 
 class Graph:
     """Both layers' `run`, captured once for all steps that fit."""
@@ -47,6 +50,10 @@ class Graph:
             }
             for of in engine.per_head
         ]
+        self._indices = [
+            None if spec.topk is None else torch.full((rows, spec.topk), -1, dtype=torch.int32, device=rt.device)
+            for _ in engine.per_head
+        ]
         if captured_with is not None:
             self.load(captured_with)
         self._results, self.replay = capture(self._run, rt.device)
@@ -55,7 +62,13 @@ class Graph:
         spec = self.engine.spec
         return [
             self.engine.rt.run(
-                layer, q, k[:, 0] if spec.is_mla else k, None if spec.is_mla else v, self.plan, **self._per_head[layer]
+                layer,
+                q,
+                k[:, 0] if spec.is_mla else k,
+                None if spec.is_mla else v,
+                self.plan,
+                indices=self._indices[layer],
+                **self._per_head[layer],
             )
             for layer, (q, k, v) in enumerate(self.inputs)
         ]
@@ -70,12 +83,17 @@ class Graph:
         self.copy_inputs(work)
 
     def copy_inputs(self, work: Work) -> None:
-        """The step's inputs; rows of padding are NaN."""
+        """The step's inputs; rows of padding are NaN, and choose keys as if they were tokens."""
         tokens = work.batch.num_tokens
         for inputs, step in zip(self.inputs, work.steps, strict=True):
             for static, values in zip(inputs, (step.q, step.k, step.v), strict=True):
                 static[:tokens].copy_(values)
                 static[tokens:].fill_(float("nan"))
+        for indices, step in zip(self._indices, work.steps, strict=True):
+            if indices is not None and (chosen := step.indices(work.batch.host.prefix_lens.tolist())) is not None:
+                indices[:tokens].copy_(chosen)
+                indices[tokens:, ::2].fill_(_ANY_POSITION)
+                indices[tokens:, 1::2].fill_(torch.iinfo(indices.dtype).max)
 
     def results(self, work: Work) -> Results:
         """What the last replay gave each layer, without padding, on the CPU."""

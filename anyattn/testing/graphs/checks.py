@@ -13,8 +13,11 @@ from anyattn.platforms.base import Platform
 from anyattn.testing.check import CannotRunError, Check, CheckFailedError, Measured
 from anyattn.testing.graphs import apart as graph_apart
 from anyattn.testing.graphs import replays as graph_replays
+from anyattn.testing.graphs.captured import Graph
 from anyattn.testing.graphs.setting import UNIFORM, Setting
 from anyattn.testing.numerics.cases import Case, cases_for
+from anyattn.testing.numerics.driver import store
+from anyattn.testing.numerics.matrix import cells
 from anyattn.types import FP8_DTYPES, GraphLevel
 
 _LEVELS = (GraphLevel.DECODE, GraphLevel.UNIFORM, GraphLevel.ALWAYS)
@@ -47,6 +50,29 @@ def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]
                 capability="graph",
                 run=partial(_run, check, backend, device, case, level),
             )
+    for cell in cells(declared):
+        if cell.graph != GraphLevel.NEVER:
+            run = partial(_run, _replayed, backend, device, cell.case, cell.graph)
+            yield Check(tier="graph", name=cell.case.name, capability="graph", run=run)
+
+
+def _replayed(setting: Setting) -> Measured:
+    """The steps of a case in one graph; sequences without new tokens are not in a step, which is padded then."""
+    case = setting.case
+    stored = case.stored_before or (0,) * case.num_seqs
+    longest = max(before + sum(new) for before, *new in zip(stored, *case.steps, strict=True))
+    engine = setting.engine(max_kv_len=longest)
+    num_tokens = None if setting.level == GraphLevel.DECODE else max(map(sum, case.steps))
+    graph = Graph(engine, case.num_seqs, num_tokens, longest)
+    seqs = engine.rt.new_sequences(case.num_seqs)
+    before = engine.extend(seqs, stored)
+    for layer, step in enumerate(before.steps):
+        store(engine.rt, step, before.batch, layer)
+    for number, counts in enumerate(case.steps):
+        there = [i for i, count in enumerate(counts) if count]
+        work = engine.extend([seqs[i] for i in there], [counts[i] for i in there], trees=case.spec.tree_mask)
+        graph.step(f"replay {number}, with {len(there)} of {case.num_seqs} sequences", work)
+    return engine.verdict()
 
 
 _SIZES = frozenset({"page_sizes", "layouts", "head_dims", "group_sizes", "dtypes"})
@@ -61,7 +87,9 @@ def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
     found: dict[object, Case] = {}
     base: AttentionSpec | None = None
     for case in cases_for(declared):
-        plain = base is None or _mla(case.spec) != _mla(base)  # each begins with a case that is plain
+        if case.capability == "combinations":
+            continue
+        plain = base is None or _kind(case.spec) != _kind(base)  # each begins with a case that is plain
         if plain:
             base = case.spec
         if plain or (base is not None and _is_feature(case, base)):
@@ -71,8 +99,8 @@ def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
     return [(case.name, case) for case in found.values()]
 
 
-def _mla(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    return spec.kv_lora_rank, spec.qk_rope_head_dim
+def _kind(spec: AttentionSpec) -> tuple[int | None, int | None, bool]:
+    return spec.kv_lora_rank, spec.qk_rope_head_dim, spec.topk is not None
 
 
 def _is_feature(case: Case, base: AttentionSpec) -> bool:

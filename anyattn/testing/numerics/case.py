@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from anyattn.attention.capabilities import Capabilities, feature_names
+from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.pages import holds
 from anyattn.attention.spec import AttentionSpec
 from anyattn.testing.numerics.inputs import Trees
@@ -82,18 +82,13 @@ class Section:
         """
         asked = self.base.replace(**self._rounding(spec or {}))
         for layout, size in product(layouts or self.declared.layouts, page_sizes or self.sizes):
-            if holds(asked, layout, size) and not self._is_excluded(asked):
+            if holds(asked, layout, size) and not self.declared.pairs_in(asked):
                 if "steps" not in fields:
                     fields["steps"] = steps_of_pages(size)
                 yield Case(
                     name=self._prefix + name, capability=capability, spec=asked, page_size=size, layout=layout, **fields
                 )
                 return
-
-    def _is_excluded(self, asked: AttentionSpec) -> bool:
-        """Whether it has two features that are declared not to go together."""
-        present = feature_names(asked)
-        return any(set(pair) <= present for pair in self.declared.not_together)
 
     def _rounding(self, spec: Fields) -> Fields:
         """With an fp8 cache, a backend that rounds has to be allowed to."""

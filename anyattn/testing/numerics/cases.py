@@ -9,23 +9,25 @@ from anyattn.testing.numerics.batch_cases import batches, inputs
 from anyattn.testing.numerics.case import Case, Section
 from anyattn.testing.numerics.feature_cases import (
     deterministic,
-    pairs_of_features,
     pairs_with_masks,
     single_features,
     trees_and_sinks,
     windows,
 )
+from anyattn.testing.numerics.matrix import cells
+from anyattn.testing.numerics.sparse_cases import sparse_cases
 from anyattn.testing.numerics.storage_cases import dtypes, heads, joined_layers, pages
 from anyattn.testing.numerics.values import base_specs
+from anyattn.types import GraphLevel
 
 __all__ = ["Case", "cases_for"]
 
 
 def cases_for(capabilities: Capabilities) -> Iterator[Case]:
-    """Every declared value at least once, against a case that is otherwise plain, and each two features together.
+    """Every declared value at least once, against a case that is otherwise plain; then every two of them together.
 
     Declared dims of MLA are each such a case. The first base has all cases, and the first of MLA most of them; the
-    others are tried with dtypes and single features.
+    others are tried with dtypes and single features. Sparse MLA has cases of its own.
     """
     names = set()
     bases = list(base_specs(capabilities))
@@ -36,6 +38,8 @@ def cases_for(capabilities: Capabilities) -> Iterator[Case]:
             if case.name not in names:
                 names.add(case.name)
                 yield case
+    yield from sparse_cases(capabilities)
+    yield from (cell.case for cell in cells(capabilities) if cell.graph == GraphLevel.NEVER)
 
 
 def _cases(section: Section) -> Iterator[Case]:
@@ -46,5 +50,4 @@ def _cases(section: Section) -> Iterator[Case]:
         for more in (pages, joined_layers, heads, windows, trees_and_sinks, batches, inputs):
             yield from more(section)
         yield from pairs_with_masks(section)
-        yield from pairs_of_features(section)
     yield from deterministic(section)

@@ -24,6 +24,7 @@ from anyattn.mem_cache.allocator import PagedAllocator
 from anyattn.mem_cache.base import LayerKV
 from anyattn.mem_cache.page_table import PageTable
 from anyattn.mem_cache.pool import MHAPool, MLAPool
+from anyattn.mem_cache.sparse_pools import DSAPool
 from anyattn.mem_cache.windows import WindowPages
 from anyattn.platforms.base import Platform
 from anyattn.testing.numerics.cases import Case
@@ -65,6 +66,19 @@ class PoisonedMLAPool(MLAPool):
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
         with _null_page_kept(self.layers[layer]):
             super().store(layer, k, v, slots)
+
+
+class PoisonedDSAPool(DSAPool):
+    """As `PoisonedMHAPool`, for sparse MLA."""
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
+        with _null_page_kept(self.layers[layer]):
+            super().store(layer, k, v, slots)
+
+
+def nan_for(part: torch.Tensor) -> float:
+    """What pages are filled with to be NaN: bytes of 255 are that as fp8, float32 and bfloat16, as rows have them."""
+    return 255 if part.dtype == torch.uint8 else float("nan")
 
 
 @contextmanager
@@ -134,8 +148,8 @@ def build_runtime(
     rt = runtime_around(backend, case, platform, table)
     for kv in (kv for pool in rt.pools for kv in pool.layers):
         for part in (kv.k, kv.v):
-            part.fill_(float("nan") if "pages" in poison else 0.0)
-            part[NULL_PAGE].fill_(float("nan") if "null page" in poison else 0.0)
+            part.fill_(nan_for(part) if "pages" in poison else 0.0)
+            part[NULL_PAGE].fill_(nan_for(part) if "null page" in poison else 0.0)
     return rt
 
 
@@ -169,7 +183,9 @@ def _classes(backend: type[AttentionBackend]) -> dict[str, type[AttentionBackend
     return {"tested": backend, "reference": ReferenceBackend}
 
 
-def _pool_class(case: Case) -> type[PoisonedMHAPool] | type[PoisonedMLAPool]:
+def _pool_class(case: Case) -> type[PoisonedMHAPool] | type[PoisonedMLAPool] | type[PoisonedDSAPool]:
+    if case.spec.topk is not None:
+        return PoisonedDSAPool
     return PoisonedMLAPool if case.spec.is_mla else PoisonedMHAPool
 
 
@@ -177,10 +193,10 @@ def set_scales(rt: AttentionRuntime, case: Case) -> list[tuple[float | torch.Ten
     """Gives each layer of an fp8 pool scales other than 1, and than another layer's.
 
     Returns k's and v's of each as the pool will use them: float32, [1, 1] or [num_kv_heads, 1], on the CPU; 1.0 where
-    there are none.
+    there are none to set.
     """
     spec, layers = case.spec, range(len(rt.layer_specs))
-    if spec.storage_dtype not in FP8_DTYPES:
+    if spec.storage_dtype not in FP8_DTYPES or spec.topk is not None:
         return [(1.0, 1.0) for _ in layers]
     k_scale, v_scale = torch.tensor([0.05]), torch.tensor([0.05 if spec.is_mla else 0.07])
     if spec.kv_scale_per_head:  # so far apart that another head's scale is out of every tolerance
@@ -196,6 +212,12 @@ def set_scales(rt: AttentionRuntime, case: Case) -> list[tuple[float | torch.Ten
         else:
             rt.set_scales(layer, float(k_given), float(v_given))
     return scales
+
+
+def indices_on(rt: AttentionRuntime, step: Step, batch: Batch) -> torch.Tensor | None:
+    """The positions that the step's tokens see, on the device; None where the spec has no topk."""
+    indices = step.indices(batch.host.prefix_lens.tolist())
+    return None if indices is None else indices.to(rt.device)
 
 
 def layer_kv(rt: AttentionRuntime, layer: int) -> LayerKV:
@@ -242,6 +264,7 @@ def run_step(
         plan,
         sinks=None if per_head.sinks is None else per_head.sinks.to(device),
         alibi_slopes=None if per_head.alibi_slopes is None else per_head.alibi_slopes.to(device),
+        indices=indices_on(rt, step, plan.batch),
         out=out[1 : tokens + 1],
     )
     return tuple(part.cpu() for part in result) if spec.return_lse else (result.cpu(),)

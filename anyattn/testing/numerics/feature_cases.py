@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from anyattn.testing.numerics.case import Case, Section, text_of
-from anyattn.testing.numerics.combinations import combinations
 from anyattn.testing.numerics.values import (
     EXACT_WINDOW,
     Fields,
@@ -93,27 +91,6 @@ def pairs_with_masks(section: Section) -> Iterator[Case]:
         for kv_dtype in sorted(declared.kv_dtypes & FP8_DTYPES):
             spec = {**mask, "kv_dtype": kv_dtype}
             yield from section.case(f"{text_of(mask)}, KV {kv_dtype}", "combinations", spec=spec, scale_as_tensor=True)
-
-
-def pairs_of_features(section: Section) -> Iterator[Case]:
-    """Each two values of these together, in few cases."""
-    declared = section.declared
-    others = [size for size in (1, 3, 16, 64) if size in declared.page_sizes and size != section.sizes[0]]
-    factors: list[list[Any]] = [
-        [{}, *(spec for _, spec in features(declared, name))]
-        for name in ("sliding_window", "logits_soft_cap", "sinks", "alibi")
-    ]
-    factors.append([{}, {"return_lse": True}] if declared.lse else [{}])
-    factors.append([{}, *({"kv_dtype": dtype} for dtype in sorted(declared.kv_dtypes & FP8_DTYPES))])
-    factors.append([section.sizes[0], *others[:1]])
-    factors.append(list(declared.layouts[:2]))
-    for chosen in combinations([len(values) for values in factors]):
-        *parts, size, layout = (values[index] for values, index in zip(factors, chosen, strict=True))
-        spec: Fields = {key: value for part in parts for key, value in part.items()}
-        shown = f"KV {spec['kv_dtype']}" if "kv_dtype" in spec else ""
-        text = text_of({key: value for key, value in spec.items() if key != "kv_dtype"})
-        name = ", ".join(part for part in (text, shown, f"page size {size}, {layout}") if part)
-        yield from section.case(name, "combinations", spec=spec, page_sizes=(size,), layouts=(layout,))
 
 
 def deterministic(section: Section) -> Iterator[Case]:

@@ -17,6 +17,8 @@ for none in a step with a long prompt. arbitrary: masks of which no tree would b
 need not see through it. blind: such masks, and some tokens see no new token, not even themselves."""
 
 _LONG_PROMPT = 32
+_KINDS_OF_ROWS = 8
+"""In sparse attention, of so many tokens one sees no key, and half see as many as they may."""
 _EXTREME_SINKS = (30.0, -1e4, 0.0)
 
 
@@ -51,6 +53,7 @@ class Step:
     """Fresh inputs of one step on the CPU; k and v in the shapes of heads, for MLA v the latent part of k.
 
     rows: each sequence's tokens. tree_masks: as `AttentionRuntime.extend` takes them.
+    topk, seeds: where the spec has a topk, that, and of each sequence what its tokens' keys are drawn by.
     """
 
     q: torch.Tensor
@@ -58,6 +61,8 @@ class Step:
     v: torch.Tensor
     rows: list[slice]
     tree_masks: list[torch.Tensor | None] | None
+    topk: int | None = None
+    seeds: tuple[int, ...] = ()
 
     @classmethod
     def draw(
@@ -80,6 +85,8 @@ class Step:
             v=k[..., : spec.vo_head_dim] if spec.is_mla else v,
             rows=_rows(counts),
             tree_masks=_tree_masks(counts, generator, trees) if spec.tree_mask else None,
+            topk=spec.topk,
+            seeds=_seeds(len(counts), generator) if spec.topk else (),
         )
 
     def of_sequences(self, which: Sequence[int]) -> Step:
@@ -91,12 +98,45 @@ class Step:
             v=torch.cat([self.v[self.rows[i]] for i in which]),
             rows=_rows([counts[i] for i in which]),
             tree_masks=None if self.tree_masks is None else [self.tree_masks[i] for i in which],
+            topk=self.topk,
+            seeds=tuple(self.seeds[i] for i in which) if self.seeds else (),
         )
+
+    def indices(self, prefixes: Sequence[int]) -> torch.Tensor | None:
+        """What `AttentionRuntime.run` takes, on the CPU, always the same; None where the spec has no topk.
+
+        prefixes: tokens of each sequence before the step.
+        """
+        if self.topk is None:
+            return None
+        drawn = [
+            _chosen(self.topk, prefix, count, seed)
+            for prefix, count, seed in zip(prefixes, self.counts, self.seeds, strict=True)
+        ]
+        return torch.cat(drawn)
 
     @property
     def counts(self) -> list[int]:
         """New tokens of each sequence."""
         return [rows.stop - rows.start for rows in self.rows]
+
+
+def _seeds(count: int, generator: torch.Generator) -> tuple[int, ...]:
+    return tuple(torch.randint(1 << 31, (count,), generator=generator).tolist())
+
+
+def _chosen(topk: int, prefix: int, count: int, seed: int) -> torch.Tensor:
+    """For each new token some of the positions up to its own, in any order, -1 among them: [count, topk], int32."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((count, topk), -1, dtype=torch.int32)
+    for row, position in zip(indices, range(prefix, prefix + count), strict=True):
+        kind, most = int(torch.randint(_KINDS_OF_ROWS, (), generator=generator)), min(topk, position + 1)
+        if kind == 0:
+            continue
+        seen = most if kind > _KINDS_OF_ROWS // 2 else int(torch.randint(1, most + 1, (), generator=generator))
+        places = torch.randperm(topk, generator=generator)[:seen]
+        row[places] = torch.randperm(position + 1, generator=generator)[:seen].int()
+    return indices
 
 
 def _rows(counts: Sequence[int]) -> list[slice]:

@@ -15,7 +15,7 @@ from anyattn.mem_cache.page_table import PageTable
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CannotRunError, Measured
 from anyattn.testing.numerics.cases import Case
-from anyattn.testing.numerics.driver import layer_kv, run_step, runtime_around, set_scales
+from anyattn.testing.numerics.driver import layer_kv, nan_for, run_step, runtime_around, set_scales
 from anyattn.testing.numerics.inputs import PerHead, Step
 from anyattn.testing.numerics.oracle import Oracle, compare
 from anyattn.types import NULL_PAGE
@@ -54,8 +54,8 @@ def offsets_of_64_bits(backend: type[AttentionBackend], case: Case, device: Plat
     rt = runtime_around(backend, case, device, PageTable(allocator, page_size, device=device.torch_device))
     kv = layer_kv(rt, 0)
     for part in (kv.k, kv.v):  # no other page: a host gives memory to pages that are written
-        part[-num_wanted:].fill_(float("nan"))
-        part[NULL_PAGE].fill_(float("nan"))
+        part[-num_wanted:].fill_(nan_for(part))
+        part[NULL_PAGE].fill_(nan_for(part))
     oracle = Oracle(spec, case.num_seqs, *set_scales(rt, case)[0], page_size=page_size)
     per_head, seqs = PerHead.draw(spec, generator), rt.new_sequences(case.num_seqs)
     got, expected = [], []

@@ -16,6 +16,9 @@ from anyattn.testing.numerics.expectation import Expected, Results, expect, judg
 
 __all__ = ["Expected", "Oracle", "compare"]
 
+_TILE = 128
+_E4M3_MAX, _SMALLEST_SCALE = 448.0, 2.0**-126
+
 
 class Oracle:
     """Every sequence's keys and values, kept apart from the runtime's pool, as the pool's dtype would hold them."""
@@ -43,6 +46,10 @@ class Oracle:
 
     def append(self, i: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens of the i-th sequence."""
+        if self.spec.topk is not None:
+            self.k[i] = torch.cat([self.k[i], _sparse_rows(k, self.spec.vo_head_dim).double()])
+            self.v[i] = self.k[i][..., : self.spec.vo_head_dim]
+            return
         for history, new, scale in ((self.k, k, self._scales[0]), (self.v, v, self._scales[1])):
             history[i] = torch.cat([history[i], quantize(new, scale, self._stored).double() * scale])
 
@@ -55,6 +62,7 @@ class Oracle:
         self._num_steps += 1
         counts = [rows.stop - rows.start for rows in step.rows]
         prefixes = [k.shape[0] for k in self.k]
+        chosen = step.indices(prefixes)
         q, masks = round_q(self.spec, step.q), step.tree_masks or [None] * len(step.rows)
         sequences = []
         for i, rows in enumerate(step.rows):
@@ -66,7 +74,9 @@ class Oracle:
                     rounded_q=q[rows],
                     k=self.k[i],
                     v=self.v[i],
-                    seen=visible_keys(self.spec, counts[i], self.k[i].shape[0], masks[i]),
+                    seen=visible_keys(self.spec, counts[i], self.k[i].shape[0], masks[i])
+                    if chosen is None
+                    else _chosen_keys(chosen[rows], self.k[i].shape[0]),
                     tree_mask=masks[i],
                     sinks=per_head.sinks,
                     alibi_slopes=per_head.alibi_slopes,
@@ -77,6 +87,24 @@ class Oracle:
             )
         phase = _phase(counts, prefixes, has_tree=step.tree_masks is not None)
         return expect(name, phase, step.rows, sequences)
+
+
+def _sparse_rows(k: torch.Tensor, rank: int) -> torch.Tensor:
+    """What the rows of sparse attention keep of k, float32: tiles of latents in fp8 with scales, rope in bfloat16.
+
+    Source: the format that flash_mla_interface.py of FlashMLA states for DeepSeek-V3.2.
+    """
+    tiles = torch.unflatten(k[..., :rank].float(), -1, (-1, _TILE))
+    scales = (tiles.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_SCALE)
+    stored = (tiles / scales).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    return torch.cat([(stored.float() * scales).flatten(-2), k[..., rank:].bfloat16().float()], dim=-1)
+
+
+def _chosen_keys(indices: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """As `visible_keys`: [num_new, num_tokens], bool, of positions [num_new, topk], negative ones being of none."""
+    seen = torch.zeros(indices.shape[0], num_tokens + 1, dtype=torch.bool)
+    seen.scatter_(1, indices.long().masked_fill(indices < 0, num_tokens), True)
+    return seen[:, :num_tokens]
 
 
 def _phase(counts: Sequence[int], prefixes: Sequence[int], *, has_tree: bool) -> str:
@@ -94,5 +122,7 @@ def compare(got: Sequence[Results], expected: Sequence[Expected]) -> Measured:
     """
     verdict = judge(got, expected)
     if verdict.failure:
-        raise CheckFailedError(verdict.failure + ("" if verdict.is_nan else diagnose(got, expected)))
+        # Mistakes are made of masks, which here the engine's choice stands for.
+        is_sparse = any(rows.spec.topk is not None for each in expected for rows in each.sequences)
+        raise CheckFailedError(verdict.failure + ("" if verdict.is_nan or is_sparse else diagnose(got, expected)))
     return Measured(error=verdict.error, allowed=verdict.allowed)

@@ -11,10 +11,11 @@ import torch
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.batch import Batch
 from anyattn.attention.runtime import AttentionRuntime, Plan
+from anyattn.mem_cache.spec import CacheKind
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import Check, CheckFailedError, Measured, Tier
 from anyattn.testing.numerics.cases import Case, cases_for
-from anyattn.testing.numerics.driver import build_runtime, layer_kv, run_step, set_scales, store
+from anyattn.testing.numerics.driver import build_runtime, indices_on, layer_kv, run_step, set_scales, store
 from anyattn.testing.numerics.expectation import Expected, Results
 from anyattn.testing.numerics.inputs import PerHead, Step, part_of_fused
 from anyattn.testing.numerics.large_pool import offsets_of_64_bits
@@ -28,10 +29,10 @@ _STEPS = ((40, 3, 70), (5, 1, 2), (1, 1, 1))
 
 
 def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]:
-    """For the plain case of heads, and for that of MLA where it is declared."""
-    plain: dict[bool, Case] = {}
+    """For the plain case of heads, and for those of MLA and of sparse MLA where they are declared."""
+    plain: dict[CacheKind, Case] = {}
     for case in cases_for(backend.capabilities):
-        plain.setdefault(case.spec.is_mla, case)
+        plain.setdefault(case.spec.cache_kind, case)
     for tier, functions in _FUNCTIONS.items():
         for case in plain.values():
             for name, function in functions.items():
@@ -121,9 +122,12 @@ def _nan_in_one_sequence(backend: type[AttentionBackend], case: Case, device: Pl
 
 
 def _with_features(backend: type[AttentionBackend], case: Case) -> Case:
-    """With tensors for each head, and with the LSE, where they are declared."""
-    declared = backend.capabilities
-    spec = case.spec.replace(sinks=declared.sinks, alibi=declared.alibi, return_lse=declared.lse)
+    """With tensors for each head, and with the LSE, where they are declared, and declared to go together."""
+    declared, spec = backend.capabilities, case.spec
+    alibi = declared.alibi and spec.topk is None  # which no spec has together
+    for name, is_declared in (("return_lse", declared.lse), ("sinks", declared.sinks), ("alibi", alibi)):
+        more = spec.replace(**{name: is_declared})
+        spec = spec if declared.pairs_in(more) else more
     return replace(case, spec=spec, steps=_STEPS)
 
 
@@ -153,12 +157,18 @@ def _run_backend(rt: AttentionRuntime, work: _Work, per_head: PerHead) -> None:
     if step.backend.capabilities.contiguous_q:
         q = q.contiguous()
     out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.vo_head_dim)
-    step.backend.run(q, layer_kv(rt, 0), step.plan, out, **_per_head_on(rt, per_head))
+    step.backend.run(q, layer_kv(rt, 0), step.plan, out, **_per_head_on(rt, per_head), **_slots_on(rt, work))
 
 
 def _per_head_on(rt: AttentionRuntime, per_head: PerHead) -> dict[str, torch.Tensor | None]:
     given = {"sinks": per_head.sinks, "alibi_slopes": per_head.alibi_slopes}
     return {name: None if values is None else values.to(rt.device) for name, values in given.items()}
+
+
+def _slots_on(rt: AttentionRuntime, work: _Work) -> dict[str, torch.Tensor]:
+    """What a backend's `run` takes besides where the spec has a topk."""
+    indices = indices_on(rt, work.step, work.batch)
+    return {} if indices is None else {"indices": work.batch.of_pool(rt.places[0][0]).slots_of(indices)}
 
 
 def _nothing_beside_out(backend: type[AttentionBackend], case: Case, device: Platform, seed: int) -> None:
@@ -173,7 +183,8 @@ def _nothing_beside_out(backend: type[AttentionBackend], case: Case, device: Pla
         out = guarded[_GUARD_ROWS:-_GUARD_ROWS]
         is_mla = spec.is_mla
         per_head = _per_head_on(rt, sequences.per_head)
-        rt.run(0, q, k[:, 0] if is_mla else k, None if is_mla else v, work.plan, out=out, **per_head)
+        indices = indices_on(rt, work.step, work.batch)
+        rt.run(0, q, k[:, 0] if is_mla else k, None if is_mla else v, work.plan, out=out, indices=indices, **per_head)
         for rows, place in ((guarded[:_GUARD_ROWS], "before"), (guarded[-_GUARD_ROWS:], "behind")):
             if not bool((rows == _GUARD).all()):
                 raise CheckFailedError(
@@ -193,7 +204,8 @@ def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Pla
         fused = torch.cat([work.step.q, torch.zeros_like(work.step.q)], dim=1).to(rt.device)
         q = fused[:, : work.step.q.shape[1]]
         per_head = _per_head_on(rt, sequences.per_head)
-        given = {"q": fused, **{name: values for name, values in per_head.items() if values is not None}}
+        slots = _slots_on(rt, work)
+        given = {"q": fused, **slots, **{name: values for name, values in per_head.items() if values is not None}}
         batch = work.batch.of_pool(rt.places[0][0])
         for name in _OF_THE_BATCH:
             given[f"batch.{name}"] = getattr(batch, name)
@@ -204,7 +216,7 @@ def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Pla
         if contiguous:
             q = given["q"] = q.contiguous()
             before["q"] = q.clone()
-        step.backend.run(q, layer_kv(rt, 0), step.plan, out, **per_head)
+        step.backend.run(q, layer_kv(rt, 0), step.plan, out, **per_head, **slots)
         for name, values in given.items():
             if not torch.equal(values, before[name]):
                 raise CheckFailedError(

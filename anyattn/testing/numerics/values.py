@@ -7,12 +7,14 @@ from typing import Any
 
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.spec import AttentionSpec
-from anyattn.types import Phase
+from anyattn.types import ANY_INT, IntSet, Phase
 
 Fields = dict[str, Any]
 
 HEAD_DIMS = (64, 128, 256, 16, 80, 72, 96, 192)
 GROUP_SIZES = (1, 2, 3, 5, 6, 7, 8, 16, 71)
+_USUAL_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+_USUAL_MLA_HEADS = (1, 5, 8, 16, 64, 128)
 _PAGE_SIZES = (16, 64, 1, 3, 128, 256)
 _MLA_DIMS = ((64, 16), (512, 64))
 
@@ -47,7 +49,7 @@ def base_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
             causal=causal,
         )
     group = next((size for size in (8, 16, 4, *GROUP_SIZES) if size in groups), groups.example())
-    for rank, rope in sorted(capabilities.mla_dims) or (_MLA_DIMS if capabilities.any_mla_dims else ()):
+    for rank, rope in mla_dims(capabilities):
         yield AttentionSpec.mla(
             num_qo_heads=group,
             kv_lora_rank=rank,
@@ -58,13 +60,15 @@ def base_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
         )
 
 
+def mla_dims(capabilities: Capabilities) -> list[tuple[int, int]]:
+    """Of latents and of rope parts."""
+    return sorted(capabilities.mla_dims) or list(_MLA_DIMS if capabilities.any_mla_dims else ())
+
+
 def head_dims(capabilities: Capabilities) -> Iterator[tuple[int, int]]:
     """Of keys and of values."""
-    equal = capabilities.head_dims
-    found = [d for d in HEAD_DIMS if capabilities.any_head_dim_pair or d in (equal or ())]
-    if equal is not None and not found:
-        found = [equal.example()]
-    yield from ((d, d) for d in found)
+    equal = ANY_INT if capabilities.any_head_dim_pair else capabilities.head_dims
+    yield from ((d, d) for d in (_members(HEAD_DIMS, equal) if equal is not None else ()))
     yield from sorted(capabilities.head_dim_pairs)
     if capabilities.any_head_dim_pair:
         yield from ((192, 128), (32, 48))
@@ -72,9 +76,19 @@ def head_dims(capabilities: Capabilities) -> Iterator[tuple[int, int]]:
 
 def page_sizes(capabilities: Capabilities) -> tuple[int, ...]:
     """The usual one first: what is preferred, or one that a sequence does not fill, where there is any."""
-    declared = [size for size in _PAGE_SIZES if size in capabilities.page_sizes]
-    usual = capabilities.preferred_page_size or next(iter(declared), capabilities.page_sizes.example())
-    return tuple(dict.fromkeys([usual, *declared]))
+    declared = _members(_PAGE_SIZES, capabilities.page_sizes)
+    return tuple(dict.fromkeys([capabilities.preferred_page_size or declared[0], *declared]))
+
+
+def group_sizes(capabilities: Capabilities, *, is_mla: bool) -> list[int]:
+    """Query heads a KV head, as models have them: of the one latent of MLA, all the heads of a device."""
+    return _members(_USUAL_MLA_HEADS if is_mla else _USUAL_GROUP_SIZES, capabilities.group_sizes)
+
+
+def _members(usual: tuple[int, ...], declared: IntSet) -> list[int]:
+    """Of a declared set: the usual numbers first, and each that is listed; one where that is none."""
+    found = [number for number in usual if number in declared]
+    return [*found, *sorted((declared.values or frozenset()) - {*found})] or [declared.example()]
 
 
 def window_sizes(page_size: int) -> list[int]:
