@@ -45,10 +45,10 @@ def test_joined_layers_are_judged_as_create_runtime_would():
     strided = anyattn.survey(SPEC, device="sim:h100", joined_layers=True)
     assert strided.selection.preference.joined_layers
     assert "joined layers" in strided.explain()
-    refused = {v.name: v.reasons for v in strided.verdicts[SPEC]}["flashinfer"]
+    refused = {v.name: v.reasons for v in strided.verdicts[SPEC]}["fa4"]
     assert {reason.field: reason.remedy for reason in refused} == {"joined_layers": "set joined_layers=False"}
     assert anyattn.survey(SPEC, device="sim:h100").selection.decode == "flashinfer"
-    by_name = anyattn.survey(SPEC, device="sim:h100", joined_layers=True, backend="flashinfer")
+    by_name = anyattn.survey(SPEC, device="sim:h100", joined_layers=True, backend="fa4")
     assert "joined_layers: wanted pages of joined layers" in str(by_name.error)
 
 
@@ -85,7 +85,8 @@ def test_nothing_runs_on_what_is_simulated_broken_or_unknown_to_torch():
 
 def test_a_platform_takes_all_layers_of_a_model():
     layers = AttentionSpec.from_preset("gpt-oss-20b")
-    assert "flashinfer" not in H100.backends(layers)  # it has no sinks
+    assert "flash_attn" in H100.backends(layers)
+    assert "torch_varlen" not in H100.backends([spec.replace(alibi=True) for spec in layers])
     assert H100.backends(layers)[0] == H100.backends(layers[0])[0]
     with pytest.raises(SpecError):
         H100.backends("llama-3-8b")

@@ -116,7 +116,7 @@ def test_joined_layers_are_part_of_the_choice_and_refused_where_pages_must_lie_o
     parsed = document(anyattn("backends", "--json", "--joined-layers"))
     assert parsed["choice"]["joined_layers"] is True
     assert "pool mha, joined layers" in anyattn("backends", "--joined-layers").out
-    ended = anyattn("backends", "--json", "--joined-layers", "--device", "sim:h100", "--backend", "flashinfer")
+    ended = anyattn("backends", "--json", "--joined-layers", "--device", "sim:h100", "--backend", "fa4")
     assert ended.code == 1
     assert "joined_layers: wanted pages of joined layers" in document(ended)["error"]
     assert "joined_layers" not in document(anyattn("backends", "--json"))["choice"]

@@ -14,8 +14,10 @@ from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.errors import SpecError
 from anyattn.testing.check import CannotRunError, CheckFailedError
+from anyattn.testing.graphs import checks as graphs
 from anyattn.testing.numerics import matrix
 from anyattn.testing.numerics.cases import cases_for
+from anyattn.testing.numerics.checks import check_case
 from anyattn.testing.numerics.matrix import matrices
 from anyattn.types import ANY_INT, FP8_DTYPES, KV_LAYOUTS, PHASES, GraphLevel, IntSet, ints
 
@@ -23,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "anyattn-example-pl
 from anyattn_example_plugin.backend import ExampleBackend
 
 DEVICE = Platform(kind="example", vendor="any", name="any", arch="any", torch_device="cpu", graph=GraphLevel.ALWAYS)
+CPU = Platform(kind="cpu", vendor="any", name="any", arch="any", torch_device="cpu")
 
 COMPILED = Capabilities(
     dtypes=frozenset({"bfloat16", "float16"}),
@@ -351,3 +354,43 @@ def test_a_pair_that_is_in_no_cell_fails_the_check(monkeypatch):
     monkeypatch.setattr(matrix, "matrices", lambda declared: (dataclasses.replace(found, cells=few),))
     with pytest.raises(CheckFailedError, match="pairs of declared values are in no case"):
         of(COMPILED)["every two declared values meet"].run(0)
+
+
+class WrongTogether(TorchNativeBackend):
+    """Right with ALiBi, and with pages of 3 tokens, but not with both."""
+
+    def run(self, q, kv, plan, out, **per_head):
+        lse = super().run(q, kv, plan, out, **per_head)
+        if self.spec.alibi and self.cache.page_size == 3:
+            out *= 1.1
+        return lse
+
+
+def test_what_is_wrong_with_two_values_together_is_found_by_a_cell_and_by_nothing_else():
+    cases = [case for case in cases_for(WrongTogether.capabilities) if case.spec.alibi and case.page_size == 3]
+    assert cases
+    assert all("matrix: " in case.name for case in cases)
+    assert "output is off" in check_case(WrongTogether, cases[0], CPU, 0).failure
+
+
+class LengthsOfTheCapture(ExampleBackend):
+    """Graphs of heads of 80 keep the lengths that they were captured with."""
+
+    def init_graph(self, batch):
+        return dataclasses.replace(batch, kv_lens=batch.kv_lens.clone())
+
+    def refresh_graph(self, plan, batch):
+        if self.spec.head_dim != 80:
+            plan.kv_lens.copy_(batch.kv_lens)
+
+
+@pytest.mark.parametrize("level", ["decode", "uniform", "always"])
+def test_steps_of_a_cell_are_replayed_in_a_graph(level):
+    found = [check for check in graphs.checks(LengthsOfTheCapture, DEVICE) if check.name.endswith(f", graph {level}")]
+    assert {check.tier for check in found} == {"graph"}
+    wrong = [check for check in found if "heads of 80" in check.name]
+    assert wrong
+    for check in wrong:
+        with pytest.raises(CheckFailedError, match="in replay"):
+            check.run(0)
+    next(check for check in found if "heads of 64" in check.name).run(0)

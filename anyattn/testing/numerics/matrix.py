@@ -157,8 +157,8 @@ def _steps(values: Values, declared: Capabilities) -> dict[str, Any]:
     ragged = ((5, 3, 7, 6), (9, 2, 1, 11))
     steps, before = {
         "prefill": (((some, 0, 7, 0), (0, many, 0, 2)), None),
-        "chunked prefill": (((5, some, 2, 19), (17, 3, 9, 2)), (long, 3, 17, 40)),
-        "mixed": (((1, some, 5, 1), (17, 1, 0, 1)), (40, 3, 0, long)),
+        "chunked prefill": (((5, some, 2, 3), (7, 3, some, 2)), (long, 3, 17, 40)),
+        "mixed": (((1, some, 5, 1), (7, 1, 0, 1)), (40, 3, 0, long)),
         "decode": (((1, 1, 1, 1), (rest, 1, rest, 1), (1, 1, 1, 1)), (long, 1, 0, 62)),
         "uniform": (uniform, (long, 1, 0, 62)),
         "verify": (ragged if values["graph"] == GraphLevel.NEVER else uniform, (long, 1, 0, 62)),
