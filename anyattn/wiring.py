@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -249,10 +250,22 @@ def _expansion(selection: Selection, found: Candidates, offers: Mapping[str, Off
     declared = {candidate.name: candidate.capabilities for candidate in found.backends}
     usual = all(_SCRATCH_PAGE_SIZE in declared[name].page_sizes for name in names)
     page_size = _SCRATCH_PAGE_SIZE if usual else chosen[specs[0]].page_size
-    causal, whole = (
-        _make(offers[name], spec, spec.cache_spec(num_layers=1, page_size=page_size, layout="NHD"), selection.platform)
-        for name, spec in zip(names, specs, strict=True)
-    )
+    try:
+        causal, whole = (
+            _make(
+                offers[name], spec, spec.cache_spec(num_layers=1, page_size=page_size, layout="NHD"), selection.platform
+            )
+            for name, spec in zip(names, specs, strict=True)
+        )
+    except AnyattnError as error:
+        if preference.prefill_backend is not None:
+            raise
+        warnings.warn(
+            f"prompts of MLA layers with up-projections will be absorbed, as {names[0]}, which attends to expanded "
+            f"keys and values, cannot be made: {error}",
+            stacklevel=4,
+        )
+        return None
     return Expansion(causal=causal, whole=whole, page_size=page_size, names=(names[0], names[1]))
 
 

@@ -74,6 +74,8 @@ class _Pass:
     rows: torch.Tensor | None
 
     def run(self, q: torch.Tensor, kv: LayerKV, bound: UpProjections, out: torch.Tensor) -> torch.Tensor:
+        if self.backend.capabilities.contiguous_q:
+            q = q.contiguous()
         lse = self.backend.run(q, self._expand(kv, bound), self.plan, out)
         assert lse is not None  # `expanded_specs` ask for it
         return lse

@@ -50,7 +50,8 @@ class _Layer:
     """What `run` has to know of a layer.
 
     group: number of its spec. pool, place: where its pages are. bound: its up-projections.
-    q, k, v: the shapes that one token of each has; of v, for MLA that of the rope part beside a k of latents alone.
+    q, k, v: the shapes that one token of each has; MLA has no v, or one beside a k of latents alone, which is looked at
+        as the rare case that it is.
     """
 
     spec: AttentionSpec
@@ -85,8 +86,8 @@ class _Layer:
                 or k.shape != k_shape or k.dtype is not dtype or k.device != device or k.layout is not strided
             ):  # fmt: skip
                 return False
-            if v is None:
-                return self.spec.is_mla and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+            if self.spec.is_mla:
+                return v is None and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
             if v.shape != v_shape or v.dtype is not dtype or v.device != device or v.layout is not strided:
                 return False
         except AttributeError:

@@ -61,13 +61,14 @@ class DeviceTable:
                 mappings.append(torch.from_numpy(window.page_of))
                 window.changed.clear()
             return torch.from_numpy(pages), mappings, to_device(arrays, self.device)
-        if self._pages is None:
-            (flat,) = to_device([pages.reshape(-1)], self.device)
-            self._pages = flat.view(pages.shape)
-        if len(self._mappings) != len(windows):
-            self._mappings = to_device([window.page_of for window in windows], self.device)
-            for window in windows:
-                window.changed.clear()
+        with torch.inference_mode(False):  # what stays is written in whatever mode later steps are made
+            if self._pages is None:
+                (flat,) = to_device([pages.reshape(-1)], self.device)
+                self._pages = flat.view(pages.shape)
+            if len(self._mappings) != len(windows):
+                self._mappings = to_device([window.page_of for window in windows], self.device)
+                for window in windows:
+                    window.changed.clear()
         targets, values, places = [], [], []
         if self._pending:
             where, ids = _joined(self._pending)

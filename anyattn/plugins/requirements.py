@@ -106,7 +106,7 @@ def find_module(name: str) -> bool:
             spec = importlib.machinery.PathFinder.find_spec(full, list(spec.submodule_search_locations))
     except (ImportError, ValueError, AttributeError):  # what stands in sys.modules need not be a module
         return False
-    return spec is not None
+    return spec is not None and spec.origin is not None  # a folder of that name need not be a package
 
 
 def missing_programs(programs: Iterable[str]) -> tuple[Reason, ...]:

@@ -1,12 +1,13 @@
 """MLA from the heads before absorption: by absorption, by expansion, and both in one step, are the same attention."""
 
+import dataclasses
 import secrets
 
 import pytest
 import torch
 
 import anyattn
-from anyattn import AttentionSpec, ContractError
+from anyattn import AttentionSpec, ContractError, wiring
 from anyattn.attention import mla
 from anyattn.attention.batch import Batch
 from anyattn.mem_cache.allocator import PagedAllocator
@@ -169,3 +170,44 @@ def test_a_step_of_some_of_its_sequences_has_their_rows_and_pages():
     assert part.out_slots.tolist() == batch.out_slots[1:10].tolist()
     assert part.tree_masks[0].shape == (6, 6)
     assert part.host.seqs.tolist() == [seqs[1], seqs[3]]
+
+
+def test_a_backend_that_wants_contiguous_q_gets_it_for_expanded_prompts_too(monkeypatch):
+    rt, *_ = runtime()
+    backend = rt.expansions[SPEC].causal
+    declared = dataclasses.replace(backend.capabilities, contiguous_q=True)
+    monkeypatch.setattr(type(backend), "capabilities", declared)
+    given = []
+    run = backend.run
+
+    def recorded(q, *rest, **more):
+        given.append(q.is_contiguous())
+        return run(q, *rest, **more)
+
+    monkeypatch.setattr(backend, "run", recorded)
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [150]))
+    rt.run(0, torch.randn(HEADS, 150, NOPE + ROPE).transpose(0, 1), torch.randn(150, RANK + ROPE), None, plan)
+    assert given == [True]
+
+
+def test_a_v_that_is_no_rope_part_is_refused_before_anything_is_stored():
+    rt = anyattn.create_runtime(SPEC, num_layers=1, num_pages=8, device="cpu")
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [5]))
+    before = rt.pools[0].layers[0].k.clone()
+    with pytest.raises(ContractError, match="v must be None for MLA"):
+        rt.run(0, torch.randn(5, HEADS, RANK + ROPE), torch.randn(5, 2 * RANK), torch.randn(5), plan)
+    assert torch.equal(rt.pools[0].layers[0].k, before)
+
+
+def test_a_backend_that_cannot_be_made_for_expansion_leaves_prompts_absorbed_and_says_so(monkeypatch):
+    make = wiring._make
+
+    def fail(offer, *arguments, **named):
+        if isinstance(arguments[0], AttentionSpec) and arguments[0].num_kv_heads == HEADS:
+            raise ContractError("it was built for another torch")
+        return make(offer, *arguments, **named)
+
+    monkeypatch.setattr(wiring, "_make", fail)
+    with pytest.warns(UserWarning, match="will be absorbed.*it was built for another torch"):
+        rt = anyattn.create_runtime(SPEC, num_layers=1, num_pages=8, device="cpu")
+    assert rt.expansions == {}

@@ -63,6 +63,8 @@ def test_a_module_is_found_without_importing_the_package_that_it_lies_in(tmp_pat
         "loud_package.inner.a.b",
     ]
     assert "loud_package" not in sys.modules
+    (tmp_path / "mere_folder").mkdir()
+    assert [r.wanted for r in missing_packages(["module:mere_folder"], "")] == ["mere_folder"]
 
 
 def test_entries_that_cannot_be_read_are_told():

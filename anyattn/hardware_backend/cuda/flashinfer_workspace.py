@@ -75,7 +75,10 @@ class Wrappers:
     def take(self, kind: str, make: Callable[[], Any]) -> WrapperPlan:
         """A wrapper that no live plan uses; it is free again when the plan is gone."""
         idle = self._idle.setdefault(kind, [])
-        wrapper, planned = idle.pop() if idle else (make(), torch.cuda.Event())  # type: ignore[no-untyped-call]
+        if not idle:
+            with torch.inference_mode(False):  # a wrapper writes to buffers of its own, in whatever mode it is used
+                idle.append((make(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        wrapper, planned = idle.pop()
         plan = WrapperPlan(wrapper, planned, self._device)
         weakref.finalize(plan, idle.append, (wrapper, planned)).atexit = False
         return plan

@@ -12,11 +12,20 @@ from transformers import PreTrainedModel
 from anyattn.attention.batch import Batch
 from anyattn.attention.runtime import AttentionRuntime, Plan
 from anyattn.errors import ContractError
+from anyattn.integrations.transformers.attention import plain_tensors
 from anyattn.integrations.transformers.packed_step import PackedStep
 from anyattn.integrations.transformers.probe import ModelLayout
 
 _WARM_UPS = 2
 """Steps before a capture: kernels are compiled, and libraries allocate what they keep, outside of it."""
+
+
+_ROPE_ON_THE_HOST = frozenset({"dynamic", "longrope"})
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """Of all modules that compute rotary embeddings."""
+    return {str(module.rope_type) for module in model.modules() if isinstance(getattr(module, "rope_type", None), str)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,8 +53,14 @@ class DecodeGraphs:
     ) -> None:
         """step_keyword: by which a `PackedStep` travels through the model. max_kv_len: tokens of the longest sequence.
 
-        Raises ContractError on devices whose graphs torch does not capture.
+        Raises ContractError on devices whose graphs torch does not capture, and for models that look at positions on
+        the host.
         """
+        if kinds := sorted(_rope_types(model) & _ROPE_ON_THE_HOST):
+            raise ContractError(
+                f"decode graphs cannot be captured with RoPE of type {', '.join(kinds)}, whose frequencies follow from "
+                "the longest position, which transformers reads back: leave out decode_graphs."
+            )
         if runtime.device.type != "cuda":
             raise ContractError(f"decode graphs are CUDA graphs, and the model is on {runtime.device}.")
         self._model = model
@@ -65,13 +80,14 @@ class DecodeGraphs:
     def logits(self, ids: list[int], batch: Batch) -> torch.Tensor:
         """[len(ids), vocabulary], valid until the next call. ids: the one new token of each sequence of the batch."""
         size = self._sizes[bisect_left(self._sizes, len(ids))]
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        captured = self._captured[size]
-        captured.ids[:, : len(ids)] = torch.tensor(ids, pin_memory=True).to(captured.ids.device, non_blocking=True)
-        self._runtime.refresh_graph(captured.plan, batch)
-        captured.graph.replay()
-        return captured.logits[: len(ids)]
+        with torch.cuda.device(self._runtime.device), plain_tensors():  # which are the caller's, and may be others
+            if size not in self._captured:
+                self._captured[size] = self._capture(size)
+            captured = self._captured[size]
+            captured.ids[:, : len(ids)] = torch.tensor(ids, pin_memory=True).to(captured.ids.device, non_blocking=True)
+            self._runtime.refresh_graph(captured.plan, batch)
+            captured.graph.replay()
+            return captured.logits[: len(ids)]
 
     def _capture(self, num_seqs: int) -> _Captured:
         """The graph holds a step without sequences when it is captured: nothing is stored then."""
@@ -91,9 +107,8 @@ class DecodeGraphs:
     def _forward(self, ids: torch.Tensor, plan: Plan) -> torch.Tensor:
         step = PackedStep(self._runtime, self._layout, plan)
         keywords: dict[str, Any] = {self._step_keyword: step}
-        with torch.no_grad():
-            logits: torch.Tensor = self._model(
-                input_ids=ids, position_ids=plan.batch.positions.unsqueeze(0), use_cache=False, **keywords
-            ).logits[0]
+        logits: torch.Tensor = self._model(
+            input_ids=ids, position_ids=plan.batch.positions.unsqueeze(0), use_cache=False, **keywords
+        ).logits[0]
         step.require_attended()
         return logits

@@ -9,7 +9,7 @@ from functools import partial
 from anyattn.attention.backend import AttentionBackend
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import Check, CheckFailedError, Measured
-from anyattn.testing.numerics import determinism, scenarios
+from anyattn.testing.numerics import determinism, matrix, scenarios
 from anyattn.testing.numerics.case_run import drive_and_judge
 from anyattn.testing.numerics.cases import Case, cases_for
 
@@ -33,6 +33,7 @@ def checks(backend: type[AttentionBackend], device: Platform) -> Iterator[Check]
         if not case.spec.deterministic:
             run = partial(run_case, backend, case, device)
             yield Check(tier="numerics", name=case.name, capability=case.capability, run=run)
+    yield from matrix.checks(backend)
     yield from scenarios.checks(backend, device)
 
 
