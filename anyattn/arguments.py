@@ -74,7 +74,8 @@ def checked_layers(spec: Any, num_layers: Any) -> tuple[AttentionSpec, ...]:
     caches = [(s.cache_spec(num_layers=1, page_size=1, layout="NHD"), s.dtype) for s in specs]
     if odd := next((number for number, cache in enumerate(caches) if cache != caches[0]), None):
         raise SpecError(
-            f"layers that share a KV cache must have the same KV heads, head dims and dtypes: layer 0 is [{specs[0]}], "
+            "layers that share a KV cache must have the same KV heads, head dims and dtypes, and sparse MLA has "
+            f"rows of its own: layer 0 is [{specs[0]}], "
             f"layer {odd} is [{specs[odd]}]. Make a runtime for each kind."
         )
     return specs

@@ -35,7 +35,7 @@ from anyattn.platforms.base import Platform
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.records import Offer
 from anyattn.settings import Settings
-from anyattn.types import MOST_PAGES, ROLES, KVLayout
+from anyattn.types import KV_LAYOUTS, MOST_PAGES, ROLES, KVLayout
 
 _FREE_OF_BYTES = 1 << 20
 """Pages where a page takes no memory but for the books, as all layers keep only their windows."""
@@ -235,7 +235,7 @@ _SCRATCH_PAGE_SIZE = 128
 def _expansion(selection: Selection, found: Candidates, offers: Mapping[str, Offer]) -> Expansion | None:
     """What attends where MLA's keys and values are expanded: the named prefill backend, or else the best valid ones."""
     specs = expanded_specs(selection.spec) if selection.spec.is_mla else None
-    if specs is None:
+    if specs is None or selection.layout not in KV_LAYOUTS:  # vendors' orders have no view of a token's latent
         return None
     for name in dict.fromkeys([*selection.preference.backends("prefill"), None]):
         preference = Preference(prefill_backend=name, layout="NHD")

@@ -312,7 +312,8 @@ class AttentionRuntime:
         indices: [num_tokens, topk], int32, when and only when the spec has a topk: for each token positions in its own
             sequence, none of them twice, in any order. A token sees those of [0, its own position]; others, as -1,
             stand for none, anywhere in a row. A row of none gives 0, and an LSE of -inf.
-        out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous; a new tensor otherwise.
+        out: where to write, [num_tokens, num_qo_heads, vo_head_dim], contiguous, in memory that is not q's, k's or v's;
+            a new tensor otherwise.
 
         q, k and v may have any strides. Returns the output, and with spec.return_lse a pair of it and the LSE,
         [num_tokens, num_qo_heads], float32, natural log.

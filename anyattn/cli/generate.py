@@ -59,6 +59,8 @@ def generate(
     with stdout_on_stderr():  # a plugin may print when it is imported
         plugins = plugin_manager(settings)
         platform = _usable_device(plugins, settings.platform if device == "auto" else device)
+        if decode_graphs and platform.kind not in ("cuda", "rocm"):
+            raise AnyattnError(f"--decode-graphs are CUDA graphs, and {platform} has none: leave it out.")
         if backend is None:
             _check_names(plugins, settings.prefill_backend, *settings.decode_backends)
         else:

@@ -25,20 +25,27 @@ def missing_packages(requirements: Iterable[str], extra: str) -> tuple[Reason, .
     reasons = []
     for entry in requirements:
         refused = []
-        for text in alternatives(entry):
+        applicable = [text for text in alternatives(entry) if _applies(text)]
+        for text in applicable:
             reason = _missing_module(text, extra) if text.startswith(_MODULE) else _missing_package(text, extra)
             if reason is None:
                 break
             refused.append(reason)
-        else:
+        if len(refused) == len(applicable) > 0:
             remedy = next((reason.remedy for reason in refused if reason.remedy), "")
             states = dict.fromkeys(reason.supported for reason in refused)
-            reasons.append(Reason(field="package", wanted=" or ".join(alternatives(entry)).replace(_MODULE, ""),
+            reasons.append(Reason(field="package", wanted=" or ".join(applicable).replace(_MODULE, ""),
                                   supported="; ".join(states), remedy=remedy))  # fmt: skip
     return tuple(reasons)
 
 
 _MODULE = "module:"
+
+
+def _applies(text: str) -> bool:
+    """Whether the environment is one that a requirement's marker is for."""
+    marker = None if text.startswith(_MODULE) else Requirement(text).marker
+    return marker is None or marker.evaluate()
 
 
 def alternatives(entry: str) -> list[str]:
@@ -64,9 +71,7 @@ def check_entry(entry: str) -> None:
 
 def _missing_package(text: str, extra: str) -> Reason | None:
     requirement = Requirement(text)
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return None
-    brought = f"anyattn[{extra}]" if extra else text
+    brought = f"anyattn[{extra}]" if extra else f"{requirement.name}{requirement.specifier}"
     remedy = "" if requirement.name == "torch" and not extra else f'pip install "{brought}"'
     try:
         version: Any = importlib.metadata.version(requirement.name)

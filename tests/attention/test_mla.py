@@ -211,3 +211,13 @@ def test_a_backend_that_cannot_be_made_for_expansion_leaves_prompts_absorbed_and
     with pytest.warns(UserWarning, match="will be absorbed.*it was built for another torch"):
         rt = anyattn.create_runtime(SPEC, num_layers=1, num_pages=8, device="cpu")
     assert rt.expansions == {}
+
+
+def test_in_a_vendors_layout_prompts_are_absorbed():
+    spec = SPEC.replace(kv_lora_rank=64, qk_rope_head_dim=16, head_dim=80)
+    rt = anyattn.create_runtime(spec, num_layers=1, num_pages=40, page_size=16, layout="NZ", device="cpu")
+    assert rt.expansions == {}
+    rt.bind_mla(0, torch.randn(HEADS, NOPE, 64), torch.randn(HEADS, 64, V))
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [200]))
+    out, _ = rt.run(0, torch.randn(200, HEADS, NOPE + 16), torch.randn(200, 80), None, plan)
+    assert out.isfinite().all()

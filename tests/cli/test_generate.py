@@ -164,3 +164,10 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(isolated, miss
     assert ended.stderr.startswith(f"error: generate needs {missing}>=")
     assert 'pip install "anyattn[cpu,transformers]"' in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_decode_graphs_are_refused_where_there_are_none_before_a_model_is_loaded(anyattn):
+    ended = anyattn("generate", "--prompt", "w1", "--model", "nonesuch.gguf", "--device", "cpu", "--decode-graphs")
+    assert ended.code == 1
+    assert "--decode-graphs are CUDA graphs, and cpu" in ended.err
+    assert "leave it out" in ended.err

@@ -50,6 +50,14 @@ def test_one_of_several_alternatives_is_enough():
     assert reason.remedy == 'pip install "anyattn[fa3]"'
 
 
+def test_an_alternative_for_another_environment_is_none_here():
+    elsewhere = "nonesuch; python_version < '3'"
+    assert missing_packages([elsewhere, f"{elsewhere} | packaging"], "") == ()
+    assert [r.wanted for r in missing_packages([f"{elsewhere} | alsonone"], "")] == ["alsonone"]
+    (reason,) = missing_packages(["nonesuch>=2; python_version >= '3'"], "")
+    assert reason.remedy == 'pip install "nonesuch>=2"'
+
+
 def test_a_module_is_found_without_importing_the_package_that_it_lies_in(tmp_path, monkeypatch):
     package = tmp_path / "loud_package" / "inner"
     package.mkdir(parents=True)
