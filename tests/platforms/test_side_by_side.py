@@ -86,8 +86,7 @@ def test_what_would_be_chosen_on_each_can_be_asked_side_by_side() -> None:
     assert {name: answer.device.arch for name, answer in answers.items()} == {
         "h100": "sm90", "a100": "sm80", "mi300x": "gfx942", "ascend910b": "ascend910b"
     }  # fmt: skip
-    assert answers["h100"].selection.decode == "flashinfer"
-    assert answers["a100"].selection.decode != "flashinfer"
+    assert (answers["h100"].selection.prefill, answers["a100"].selection.prefill) == ("fa3", "flashinfer")
     assert "sm80" in answers["a100"].explain()
     again = anyattn.survey(spec, device="sim:h100")
     assert again.explain() == answers["h100"].explain()
@@ -132,8 +131,8 @@ def test_after_detection_and_a_fork_the_child_may_detect_again() -> None:
 def test_a_platform_names_the_backends_that_are_valid_on_it() -> None:
     devices = {name: offer.load() for name, offer in PluginManager(entry_points=[]).simulated_devices().items()}
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)
-    assert devices["h100"].backends(spec)[0] == "flashinfer"
-    assert "flashinfer" not in devices["h100"].backends(spec.replace(sinks=True))
+    assert devices["h100"].backends(spec)[0] == "fa3"
+    assert "flashinfer" not in devices["h100"].backends(spec.replace(alibi=True))
     assert "flashinfer" in devices["h100"].backends()
     assert "flashinfer" not in devices["mi300x"].backends()
     assert {"torch_native", "reference"} <= set(devices["mi300x"].backends(spec))
