@@ -1,5 +1,7 @@
-"""What every test shares: no network, a skip for each piece of hardware that is missing, hypothesis without a clock."""
+"""What every test shares: no network, a skip for each piece of hardware that is missing, hypothesis without a clock,
+and the order in which several workers take files."""
 
+import collections
 import functools
 import os
 
@@ -17,6 +19,22 @@ else:
     settings.register_profile("anyattn", deadline=None)
     settings.register_profile("anyattn-ci", deadline=None, derandomize=True, print_blob=True)
     settings.load_profile("anyattn-ci" if os.environ.get("CI") else "anyattn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # By itself pytest-xdist hands out files with few tests last, which are those whose tests take minutes: all workers
+    # but one would wait for the last of them.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For workers: files with slow tests first, then those with many, so that what comes last is short."""
+    if not hasattr(config, "workerinput"):
+        return
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))
 
 
 @functools.cache

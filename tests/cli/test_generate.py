@@ -57,6 +57,7 @@ def shell(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_real_model_answers_on_the_selected_backend():
     """In the dtype that suits the CPU, so with questions that leave no doubt in any.
 
@@ -64,7 +65,7 @@ def test_a_real_model_answers_on_the_selected_backend():
     off. Of France and Italy the first token leads by 0.1: in bfloat16 their answers depend on how a CPU rounds.
     """
     england, japan = "What is the capital of England?", "What is the capital of Japan?"
-    ended = shell("--prompt", england, "--prompt", japan, "--max-new-tokens", "32")
+    ended = shell("--prompt", england, "--prompt", japan, "--max-new-tokens", "16")
     assert ended.returncode == 0, ended.stderr
     report, first, second = ended.stdout.split("\n> ")
     assert report.startswith("machine   cpu (")

@@ -15,6 +15,8 @@ from anyattn.integrations.transformers import PagedCache, PagedGenerator, regist
 from anyattn.integrations.transformers.probe import cache_keyword  # noqa: E402
 from anyattn.integrations.transformers.scheduler import Scheduler  # noqa: E402
 
+pytestmark = pytest.mark.slow  # the first takes half a minute to load the model
+
 NEW_TOKENS = 16  # as in conftest.py
 ALONE = (1, 4, 7)
 

@@ -7,6 +7,7 @@ late, let go too early, handed out twice or brought back to the wrong place show
 from functools import lru_cache
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from anyattn.mem_cache.prefix_cache import PrefixCache
 from anyattn.mem_cache.spec import CacheSpec
 from anyattn.mem_cache.transfer import export_sequence, import_sequence
 from anyattn.mem_cache.windows import WindowPages
+
+pytestmark = pytest.mark.slow
 
 TEXTS = st.integers(0, 2)  # few, so that prefixes meet
 EXTRA_KEYS = st.sampled_from([None, None, "lora"])
@@ -221,6 +224,17 @@ class MemoryMachine(RuleBasedStateMachine):
         elif self.model and data.draw(st.booleans()):
             begin = self.model[self.one(data)]
         prompt = begin + text_of(text, len(begin), data.draw(st.integers(0, 2 * self.page_size)))
+        self.begin_with(prompt, extra_key, restores=restores, goes_on=goes_on)
+
+    @rule(data=st.data(), num_pages=st.integers(1, 3))
+    @precondition(lambda self: has_room(self) and self.past and self.tiers)
+    def begin_with_a_past_prompt_that_was_moved_to_the_host(self, data, num_pages):
+        prompt, extra_key = data.draw(st.sampled_from(self.past))
+        self.cache.evict(num_pages)
+        self.begin_with(prompt, extra_key, restores=True, goes_on=False)
+
+    def begin_with(self, prompt, extra_key, *, restores, goes_on):
+        """A sequence that has of the prompt what is cached; restores: in the host's memory too; goes_on: all of it."""
         match = self.cache.match(prompt, extra_key)
         if restores and match.num_host_tokens:
             before = self.books()

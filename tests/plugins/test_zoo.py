@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -262,8 +263,20 @@ def python(environment, *arguments, **settings):
 
 
 @pytest.fixture(scope="module")
-def ended(zoo):
-    return python(zoo, "-m", "anyattn", "plugins", "--json")
+def with_all(zoo):
+    """By name, processes that have all of these; side by side, as each waits for the probe that hangs."""
+    commands = {
+        "json": ("-m", "anyattn", "plugins", "--json"),
+        "table": ("-m", "anyattn", "plugins"),
+        "engine": ("-c", SCRIPT),
+    }
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(commands, pool.map(lambda arguments: python(zoo, *arguments), commands.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ended(with_all):
+    return with_all["json"]
 
 
 @pytest.fixture(scope="module")
@@ -359,8 +372,8 @@ def test_what_a_plugin_prints_does_not_get_into_the_json(zoo, command):
     assert "and more" in ended.stderr
 
 
-def test_the_table_tells_all_of_it_to_people(zoo):
-    ended = python(zoo, "-m", "anyattn", "plugins")
+def test_the_table_tells_all_of_it_to_people(with_all):
+    ended = with_all["table"]
     assert ended.returncode == 1
     lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
     for line in ("good good 1.2 1 loaded", "no_pool no_pool 1.0 1 loaded, in part", "older older 1.0 0 failed"):
@@ -388,8 +401,8 @@ def test_strict_mode_ends_with_the_first_failure_and_its_text(zoo, records):
     assert ended.stderr == f"error: {records['older']['problems'][0]}\n"
 
 
-def test_an_engine_runs_on_the_good_one_beside_all_of_them(zoo):
-    ended = python(zoo, "-c", SCRIPT)
+def test_an_engine_runs_on_the_good_one_beside_all_of_them(with_all):
+    ended = with_all["engine"]
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout.splitlines()[-1].removeprefix("and more"))
     assert {"good", "cpu"} <= set(answer["kinds"])

@@ -53,16 +53,21 @@ class Order(NamedTuple):
     shuffle: the number of the random order in which keys, and the elements of heads, are summed; 0 for their own.
     split: q is scaled rather than the scores, the keys are attended in two parts, and the weights are divided by their
     sum last.
+    in_turn: the products of a score are added one after the other, as products of few rows are by some libraries.
     """
 
     shuffle: int
     split: bool
+    in_turn: bool = False
 
 
 ORDERS = (Order(shuffle=1, split=False), Order(shuffle=2, split=True))
 """Those that say what rounding costs."""
 
-MORE_ORDERS = tuple(Order(shuffle=number, split=number % 2 == 0) for number in range(3, 15))
+MORE_ORDERS = (
+    *(Order(shuffle=number, split=number % 2 == 0) for number in range(3, 15)),
+    *(Order(shuffle=number, split=False, in_turn=True) for number in (0, 15, 16)),
+)
 """More, where chance may have had all of `ORDERS` come out nearly exact."""
 
 
@@ -183,7 +188,13 @@ def _scores_and_values(
         dims = torch.randperm(spec.head_dim, generator=generator)
         position = torch.randperm(num_tokens, generator=generator)
         q, k, v, seen = q[..., dims], k[:, position][..., dims], v[:, position], seen[:, position]
-    scores = (q * spec.scale) @ k.mT if order.split else q @ k.mT * spec.scale
+    if order.in_turn:
+        summed = q.new_zeros(*q.shape[:2], num_tokens, dtype=torch.promote_types(dtype, torch.float32))
+        for element in range(spec.head_dim):
+            summed += q[..., element, None].to(summed.dtype) * k[:, None, :, element]
+        scores = summed.to(dtype) * spec.scale
+    else:
+        scores = (q * spec.scale) @ k.mT if order.split else q @ k.mT * spec.scale
     scores = scores.view(heads, group, num_new, num_tokens).to(torch.promote_types(dtype, torch.float32))
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
