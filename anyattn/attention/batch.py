@@ -89,7 +89,7 @@ class Batch:
         host, device = self.host, self.kv_lens.device
         per_sequence = ("rows", "prefix_lens", "kv_lens", "num_pages", "last_slots")
         view = replace(
-            host, seqs=host.seqs[chosen] if host.seqs.size == self.num_seqs else host.seqs, copies=(),
+            host, seqs=host.seqs[chosen] if host.seqs.size == self.num_seqs else host.seqs, copies=(), tails=None,
             **{name: getattr(host, name)[chosen] for name in per_sequence},
         )  # fmt: skip
         rows = ranges(host.qo_indptr[chosen], view.qo_lens)

@@ -15,6 +15,7 @@ from anyattn.types import (
     ANY_INT,
     DTYPE_BYTES,
     FP8_DTYPES,
+    KV_LAYOUTS,
     PHASES,
     GraphLevel,
     IntSet,
@@ -61,6 +62,8 @@ class Capabilities:
     strided_pages: whether it reads pages that do not lie one behind the other: the stride of the first axis of `kv.k`
         and `kv.v` is then any number of elements, no less than a page's.
     contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
+    needs_finite_tails: whether what lies behind a sequence's end in its last page must be finite, as kernels that read
+        whole pages multiply it by 0; the runtime then zeroes it in pages that are new. Layouts NHD and HND only.
     priority: higher is chosen first; a number, or a function of facts, spec, role and load. A backend that is best for
         some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
     run_on, emulated_on, contract_tested_on: archs or device kinds where it ran on hardware, ran in an emulator, or had
@@ -101,6 +104,7 @@ class Capabilities:
     graph: GraphLevel = GraphLevel.NEVER
     deterministic: bool = False
     contiguous_q: bool = False
+    needs_finite_tails: bool = False
     not_together: tuple[tuple[str, str], ...] = ()
     priority: Priority = 0
     run_on: frozenset[str] = frozenset()
@@ -145,6 +149,8 @@ class Capabilities:
                     f"capabilities: not_together must hold pairs of features, not {pair!r}; known are "
                     f"{_names(FEATURES)}."
                 )
+        if self.needs_finite_tails and not {*self.layouts} <= {*KV_LAYOUTS}:
+            raise ContractError("capabilities: needs_finite_tails goes with layouts NHD and HND only.")
         if self.decode_qo_len < 1:
             raise ContractError(f"capabilities: decode_qo_len must be at least 1, not {self.decode_qo_len}.")
         if self.preferred_page_size is not None and self.preferred_page_size not in self.page_sizes:
@@ -413,6 +419,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "extra": str,
     **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
     **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q", "per_head_scales", "strided_pages"), bool),
+    "needs_finite_tails": bool,
     **dict.fromkeys(("quantizes_q", "quantizes_probs"), bool),
 }
 

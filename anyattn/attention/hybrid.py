@@ -33,6 +33,11 @@ class HybridBackend:
         self._selection = selection
         self._backends = backends
 
+    @property
+    def needs_finite_tails(self) -> bool:
+        """Whether any of its backends does."""
+        return any(backend.capabilities.needs_finite_tails for backend in self._backends.values())
+
     def plan(self, batch: Batch) -> PlannedStep:
         """Picks the backend by the batch and has it plan."""
         host = batch.host

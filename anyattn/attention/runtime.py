@@ -94,7 +94,6 @@ class _Layer:
             return False
         return not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad)
 
-
     def writes(self, num_tokens: int, out: Any) -> bool:
         """Whether a result can be written there; asked for behind `takes`."""
         try:
@@ -151,6 +150,18 @@ class AttentionRuntime:
             MLAPath(spec, backends[spec], self.expansions.get(spec), self.device) if spec.is_mla else None
             for spec in selections
         ]
+        self._zeroes_tails = [
+            table.page_size > 1
+            and any(
+                backend.needs_finite_tails
+                for backend, own in zip(self._backends, self._pool_of_group, strict=True)
+                if own == number
+            )
+            for number in range(len(self.pools))
+        ]
+        for pool, zeroes in zip(self.pools, self._zeroes_tails, strict=True):
+            if zeroes and pool.layers:
+                _ = pool.tail_zeroer  # now, as the copy of its table to the device would be a sync in a step
         self._device_type = self.device.type
         num_slots = (max(pool.num_pages for pool in self.pools) + 1) * table.page_size
         if num_slots > _MOST_SPARSE_SLOTS and any(spec.topk for spec in self.layer_specs):
@@ -211,6 +222,10 @@ class AttentionRuntime:
         view = self.table.extend(seqs, num_new_tokens)
         for copy in view.copies:
             self.pools[copy.pool].copy_pages(copy.sources, copy.targets)
+        if view.tails is not None:
+            for number, zeroes in enumerate(self._zeroes_tails):
+                if zeroes:
+                    self.pools[number].zero_tails(*view.tail_pages(number))
         return Batch.from_view(view, view.tensors(), checked)
 
     def plan(self, batch: Batch) -> Plan:
@@ -226,9 +241,7 @@ class AttentionRuntime:
             path, there = self._mla_paths[group], batch.of_pool(pool)
             steps.append(None if all(bound) else self._backends[group].plan(there))
             mla.append(path.plan(there) if path is not None and any(bound) else None)
-        return Plan(
-            runtime=self, batch=batch, steps=tuple(steps), mla=tuple(mla), num_frees=self.table.num_frees
-        )
+        return Plan(runtime=self, batch=batch, steps=tuple(steps), mla=tuple(mla), num_frees=self.table.num_frees)
 
     def init_graph(self, num_seqs: int, *, num_tokens: int | None = None, max_kv_len: int) -> Plan:
         """A plan to capture `run` with in a device graph, for every layer; several may live beside each other.

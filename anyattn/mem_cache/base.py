@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from anyattn.mem_cache.indices import Int64s
     from anyattn.mem_cache.kernels.pages import PageMover
+    from anyattn.mem_cache.kernels.tails import TailZeroer
     from anyattn.mem_cache.spec import CacheSpec
 else:
     np = lazy_import("numpy")
@@ -325,6 +327,7 @@ class KVPool(ABC):
     device: torch.device
     """Where the pages are, as their tensors name it."""
     _page_mover: PageMover | None = None
+    _tail_zeroer: TailZeroer | None = None
 
     @abstractmethod
     def __init__(self, cache: CacheSpec, num_pages: int, device: Any) -> None:
@@ -382,6 +385,24 @@ class KVPool(ABC):
         src, dst: as for `read_pages`, equally many; no page of dst, the null page apart, is in dst twice or in src.
         """
         self.page_mover.copy(src, dst)
+
+    def zero_tails(self, pages: Int64s, used: Int64s) -> None:
+        """Zeroes, in all layers, what lies behind the first tokens of some pages, without a host sync.
+
+        pages: [n], int64, pages that one sequence each may write to. used: [n], int64, tokens of each that stay.
+        Raises ContractError for layouts other than NHD and HND.
+        """
+        if pages.size and self.layers:
+            self.tail_zeroer(pages, used)
+
+    @property
+    def tail_zeroer(self) -> TailZeroer:
+        """What zeroes tails, made from `layers` at the first use."""
+        if self._tail_zeroer is None:
+            from anyattn.mem_cache.kernels.tails import TailZeroer
+
+            self._tail_zeroer = TailZeroer(self.layers)
+        return self._tail_zeroer
 
     @property
     def page_mover(self) -> PageMover:

@@ -60,6 +60,8 @@ class PageTable:
         self._num_pages = np.zeros(1, dtype=np.int64)
         self._last_slots = np.zeros(1, dtype=np.int64)
         self._shortened = np.zeros(1, dtype=np.int64)  # version at which the sequence was last truncated
+        self._stale = np.zeros(1, dtype=np.bool_)  # whether its last page may hold tokens that it no longer has
+        self._some_stale = False
         self._first_columns = [np.zeros(1, dtype=np.int64) for _ in self.windows]  # of the window pages still held
         self._pages = np.zeros((1, 8), dtype=np.int32)
         self._nothing: Int64s = np.zeros(0, dtype=np.int64)
@@ -95,6 +97,7 @@ class PageTable:
         pages = extension.pages
         num_pages, last_slots = have, last_slots + new
         copies: tuple[PageCopies, ...] = ()
+        tails: Int64s | None = None
         if pages.size:
             needed = extension.indptr[1:] - extension.indptr[:-1]
             first_columns = have
@@ -102,7 +105,7 @@ class PageTable:
                 first_columns = have - (extension.copied_from != 0)
             num_pages = first_columns + needed
             (grown,) = needed.nonzero()
-            counts = needed[grown]
+            tails, counts = grown, needed[grown]
             self._write(rows[grown], first_columns[grown], counts, pages)
             last_pages = pages if pages.size == grown.size else pages[counts.cumsum() - 1]
             last_slots[grown] = (last_pages - num_pages[grown] + 1) * self.page_size + lengths[grown] - 1
@@ -123,6 +126,13 @@ class PageTable:
                 sources, targets = copies[0].sources, copies[0].targets
                 copies += (PageCopies(1 + i, window.page_of[sources], window.page_of[targets]),)
                 window.let_go(window.leaving(sources))
+        if self._some_stale:
+            touched = self._stale[rows] & (lengths > prefix_lens)  # only then the page is the sequence's own for sure
+            self._stale[rows[touched]] = False
+            self._some_stale = bool(self._stale.any())
+            if tails is not None:
+                touched[tails] = True
+            (tails,) = touched.nonzero()
         self._lengths[rows] = lengths
         self._last_slots[rows] = last_slots
         self._changed()
@@ -138,6 +148,7 @@ class PageTable:
             last_slots=last_slots,
             one_each=most_new == 1 and (isinstance(new, int) or int(new.min()) == 1),
             copies=copies,
+            tails=tails,
         )
 
     def truncate(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
@@ -173,6 +184,7 @@ class PageTable:
         for first in self._first_columns:
             first[rows[kept == 0]] = 0
         self._shortened[rows] = self.version + 1
+        self._stale[rows] = self._some_stale = True
         self.num_frees += 1
         self._changed()
 
@@ -185,6 +197,7 @@ class PageTable:
         handles = self.new_sequences(count)
         rows = self._handles.rows(handles)
         self._begin(rows, self._pages[row, : self._num_pages[row]], int(self._lengths[row]))
+        self._stale[rows] = self._stale[row]
         for i, window in enumerate(self.windows):
             first = self._first_columns[i][row]
             window.hold(np.tile(self._pages[row, first : self._num_pages[row]], count))
@@ -284,6 +297,7 @@ class PageTable:
             window.let_go(window.leaving(pages[:first]))
             self._first_columns[i][rows] = first
         self._begin(rows, pages, num_tokens)
+        self._stale[rows] = self._some_stale = True  # nothing is known of where the data came from
         self._changed()
         return handle
 
@@ -294,6 +308,7 @@ class PageTable:
         self._num_pages[rows] = 0
         self._lengths[rows] = 0
         self._last_slots[rows] = 0
+        self._stale[rows] = False
         for first in self._first_columns:
             first[rows] = 0
         self._handles.end(rows)
@@ -455,6 +470,7 @@ class PageTable:
         self._num_pages = np.pad(self._num_pages, (0, more))
         self._last_slots = np.pad(self._last_slots, (0, more))
         self._shortened = np.pad(self._shortened, (0, more))
+        self._stale = np.pad(self._stale, (0, more))
         self._first_columns = [np.pad(first, (0, more)) for first in self._first_columns]
         self.device_table.forget()
 

@@ -62,6 +62,8 @@ class StepView:
     last_slots: [num_seqs], slot of each sequence's last token; 0 where it has none.
     one_each: whether every sequence has just one new token.
     copies: what copy-on-write asks for, for each pool.
+    tails: which sequences' last pages may hold what others left behind the end, as these pages are new, or hold what
+        the sequence itself was shortened by; None for none.
     """
 
     table: PageTable
@@ -74,6 +76,7 @@ class StepView:
     last_slots: Int64s
     one_each: bool
     copies: tuple[PageCopies, ...] = ()
+    tails: Int64s | None = None
 
     @property
     def page_size(self) -> int:
@@ -101,6 +104,15 @@ class StepView:
     def kv_last_page_len(self) -> Int32s:
         """[num_seqs], tokens in each sequence's last page, 0 where it has none."""
         return indices.last_page_len(self.kv_lens, self.page_size)
+
+    def tail_pages(self, pool: int) -> tuple[Int64s, Int64s]:
+        """The last pages of `tails` that are not full: page ids in a pool, numbered as in `PageCopies`, and tokens."""
+        last_slots = self.last_slots[[] if self.tails is None else self.tails]
+        last_slots = last_slots[(last_slots + 1) % self.page_size != 0]
+        pages, offsets = np.divmod(last_slots, self.page_size)
+        if pool:
+            pages = self.table.windows[pool - 1].page_of[pages].astype(np.int64)
+        return pages, offsets + 1
 
     def page_rows(self) -> Int32s:
         """Page ids of each sequence on the host: [num_seqs, max_pages], padded with the null page."""

@@ -38,14 +38,14 @@ LIBRARY = torch.library.Library("anyattn_fa3_calls", "DEF")
 LIBRARY.define(
     "kernel(Tensor q, Tensor k, Tensor v, Tensor? qv, Tensor(a!) out, Tensor cu_seqlens_q, Tensor seqused_k, "
     "Tensor page_table, Tensor[] descales, Tensor? sinks, Tensor? metadata, int[] wanted_metadata, "
-    "float softmax_scale, bool causal, int window_left, float softcap, int max_seqlen_q) -> Tensor"
+    "float softmax_scale, bool causal, int window_left, float softcap, int max_seqlen_q, bool reads_tiles) -> Tensor"
 )
 
 
 @torch.library.impl(LIBRARY, "kernel", "CPU")
 def kernel(
     q, k, v, qv, out, cu_seqlens_q, seqused_k, page_table, descales, sinks, metadata, wanted_metadata, softmax_scale,
-    causal, window_left, softcap, max_seqlen_q,
+    causal, window_left, softcap, max_seqlen_q, reads_tiles,
 ):  # fmt: skip
     """Its values, sequence by sequence; the LSE counts sinks too. One operator, as a kernel is in a graph."""
     if metadata is not None:
@@ -67,7 +67,9 @@ def kernel(
             continue
         assert rows.stop - rows.start <= max_seqlen_q
         assert 0 not in pages, "the null page may hold NaN, and kernels multiply masked values by 0"
-        keys, values = (part.view(torch.uint8)[pages].view(part.dtype).flatten(0, 1)[:length] for part in (k, v))
+        keys, values = (part.view(torch.uint8)[pages].view(part.dtype).flatten(0, 1) for part in (k, v))
+        behind = 0 * values[length:].float().sum() if reads_tiles else 0
+        keys, values = keys[:length], values[:length]
         queries = q[rows]
         if descales:
             of_q, of_k, of_v = (each[i].double()[:, None] for each in descales)
@@ -76,7 +78,8 @@ def kernel(
                 keys.double() * of_k,
                 values.double() * of_v,
             )
-        out[rows], of_rows = reference_attention(spec, queries, keys, values, sinks=sinks)
+        attended, of_rows = reference_attention(spec, queries, keys, values, sinks=sinks)
+        out[rows] = attended + behind
         lse[:, rows] = (of_rows if sinks is None else torch.logaddexp(of_rows, sinks.double())).T
     return lse
 
@@ -88,8 +91,8 @@ def scheduler_metadata(numbers, cache_seqlens, cu_seqlens_q):
 
 
 def attend(
-    q, k, v, *, qv, out, cu_seqlens_q, seqused_k, page_table, leftpad, descales, sinks, metadata, softmax_scale, causal,
-    window_size, softcap, num_splits, max_seqlen_q, max_seqlen_k, window_keeps_tiles_off,
+    q, k, v, *, qv, out, cu_seqlens_q, seqused_k, page_table, descales, sinks, metadata, softmax_scale, causal,
+    window_size, softcap, num_splits, max_seqlen_q, max_seqlen_k,
 ):  # fmt: skip
     """What the kernels check, and how they choose among themselves, from shapes alone."""
     for tensor in (q, k, v, *([] if qv is None else [qv]), *([] if out is None else [out])):
@@ -110,8 +113,7 @@ def attend(
     if left >= max_seqlen_k - 1:
         left = -1
     reads_tiles = any(page_size % keys == 0 for keys in ((64,) if qv is not None else TILES))
-    is_kept_off = leftpad is not None or (window_keeps_tiles_off and left >= 0)
-    assert is_kept_off or not reads_tiles or max_seqlen_q * group <= 64, "it would read beyond a sequence's end"
+    reads_tiles = reads_tiles and max_seqlen_q * group > 64
     written = torch.bfloat16 if q.dtype == FP8 else q.dtype
     if q.dtype == FP8:
         assert all(each.shape == (num_seqs, k.shape[2]) and each.dtype == torch.float32 for each in descales)
@@ -131,10 +133,10 @@ def attend(
         out = torch.empty(*q.shape[:2], v.shape[3], dtype=written)
     assert out.dtype == written
     numbers = [num_seqs, max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[2], q.shape[2], v.shape[3], page_size, causal,
-               *window_size, softcap > 0, num_splits, q.dtype == FP8, leftpad is not None]  # fmt: skip
+               *window_size, softcap > 0, num_splits, q.dtype == FP8]  # fmt: skip
     lse = torch.ops.anyattn_fa3_calls.kernel(
         q, k, v, qv, out, cu_seqlens_q, seqused_k, page_table, [] if descales[0] is None else descales, sinks, metadata,
-        [int(number) for number in numbers], softmax_scale, causal, left, float(softcap), max_seqlen_q,
+        [int(number) for number in numbers], softmax_scale, causal, left, float(softcap), max_seqlen_q, reads_tiles,
     )  # fmt: skip
     return out, lse
 
@@ -148,9 +150,9 @@ def upstream_with_kvcache(
 ):  # fmt: skip
     result = attend(
         q, k_cache, v_cache, qv=qv, out=None, cu_seqlens_q=cu_seqlens_q, seqused_k=cache_seqlens, page_table=page_table,
-        leftpad=cache_leftpad, descales=[q_descale, k_descale, v_descale], sinks=None, metadata=scheduler_metadata,
+        descales=[q_descale, k_descale, v_descale], sinks=None, metadata=scheduler_metadata,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=page_table.shape[1] * k_cache.shape[1], window_keeps_tiles_off=False,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=page_table.shape[1] * k_cache.shape[1],
     )  # fmt: skip
     return (*result, None, None) if return_softmax_lse else result[0]
 
@@ -162,7 +164,7 @@ def upstream_metadata(
 ):  # fmt: skip
     return scheduler_metadata(
         [batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size, causal,
-         *window_size, has_softcap, num_splits, qkv_dtype == FP8, cache_leftpad is not None],
+         *window_size, has_softcap, num_splits, qkv_dtype == FP8],
         cache_seqlens, cu_seqlens_q,
     )  # fmt: skip
 
@@ -177,9 +179,9 @@ def sglang_with_kvcache(
 ):  # fmt: skip
     result = attend(
         q, k_cache, v_cache, qv=qv, out=out, cu_seqlens_q=cu_seqlens_q, seqused_k=cache_seqlens, page_table=page_table,
-        leftpad=cache_leftpad, descales=[q_descale, k_descale, v_descale], sinks=sinks, metadata=scheduler_metadata,
+        descales=[q_descale, k_descale, v_descale], sinks=sinks, metadata=scheduler_metadata,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=page_table.shape[1] * k_cache.shape[1], window_keeps_tiles_off=True,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=page_table.shape[1] * k_cache.shape[1],
     )  # fmt: skip
     return (*result, None, None) if return_softmax_lse else result[0]
 
@@ -205,10 +207,10 @@ def vllm_varlen(
 ):  # fmt: skip
     assert fa_version == 3
     result = attend(
-        q, k, v, qv=q_v, out=out, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=block_table, leftpad=None,
+        q, k, v, qv=q_v, out=out, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=block_table,
         descales=[q_descale, k_descale, v_descale], sinks=s_aux, metadata=scheduler_metadata,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, window_keeps_tiles_off=True,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     return result if return_softmax_lse else result[0]
 
@@ -348,13 +350,16 @@ def test_nothing_beside_a_step_matters_to_it_or_is_changed_by_it(check, install)
 
 
 @pytest.mark.parametrize("build", MODULES)
-def test_nothing_behind_a_sequences_end_is_read_in_large_pages_whatever_the_window(build, install):
+def test_what_lies_behind_a_sequences_end_in_large_pages_reaches_no_result(build, install):
     """A window that is longer than all sequences is none to the kernels."""
     install(build)
-    for window in (33, 4096):
+    for window in (None, 33, 4096):
         case = dataclasses.replace(CASES["plain"], page_size=128, steps=((129, 40, 3), (1, 1, 1)))
         case = dataclasses.replace(case, spec=case.spec.replace(sliding_window=window))
         assert check_case(fa3.FA3Backend, case, HOPPER, 0).failure is None
+        unsaid = dataclasses.replace(fa3.FA3Backend.capabilities, needs_finite_tails=False)
+        careless = type("Careless", (fa3.FA3Backend,), {"capabilities": unsaid})
+        assert "NaN" in check_case(careless, case, HOPPER, 0).failure
 
 
 @pytest.mark.parametrize("name", ["plain", "MLA 512+64 plain"])
@@ -508,7 +513,7 @@ def test_where_no_build_can_be_used_each_ones_reason_is_told(install):
     )
     with pytest.raises(ContractError) as error:
         run_steps(CASES["plain"])
-    for text in ("flash_attn_interface needs einops", "takes no cache_leftpad, cache_seqlens, causal",
+    for text in ("flash_attn_interface needs einops", "takes no cache_seqlens, causal",
                  "built without FlashAttention 3", "pip install"):  # fmt: skip
         assert text in str(error.value)
     install()

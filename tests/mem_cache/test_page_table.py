@@ -295,6 +295,30 @@ def test_a_truncated_sequence_gives_back_what_it_no_longer_reaches():
     assert table.allocator.num_free_pages == 8
 
 
+def test_a_step_names_the_last_pages_in_which_others_may_have_left_something():
+    """New ones and copies, and after truncate those that hold what was cut off; full ones are of no interest."""
+    table = new_table(num_pages=16, page_size=4)
+    first, second = table.new_sequences(2)
+
+    def tails(view):
+        return [list(map(int, pair)) for pair in zip(*view.tail_pages(0), strict=True)]
+
+    assert tails(table.extend([first, second], [6, 8])) == [[table.pages(first)[1], 2]]
+    assert table.extend([first, second], [1, 0]).tails is None
+    assert tails(table.extend([first, second], [0, 1])) == [[table.pages(second)[2], 1]]
+    (twin,) = table.fork(first)
+    assert tails(table.extend([first, twin], [1, 0])) == []  # a copy, and full
+    table.truncate([first, second], [6, 0])
+    assert table.extend([second], [0]).tails.tolist() == []
+    (cut,) = table.fork(first)
+    assert tails(table.extend([first, second, cut], [1, 0, 0])) == [[table.pages(first)[1], 3]]
+    assert tails(table.extend([cut, second], [1, 1])) == [[table.pages(cut)[1], 3], [table.pages(second)[0], 1]]
+    assert table.extend([cut, second, first], [0, 1, 0]).tails is None
+    table.free([second])
+    (fresh,) = table.new_sequences(1)
+    assert table.extend([fresh], [0]).tails is None
+
+
 @pytest.mark.parametrize(("kept", "message"), [([6], "here has 6 tokens"), ([-1], "negative"), ([1, 2], "one number")])
 def test_lengths_that_truncate_cannot_give_are_refused_and_change_nothing(kept, message):
     table = new_table()

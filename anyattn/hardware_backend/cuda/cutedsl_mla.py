@@ -53,6 +53,7 @@ class CuteDSLMLABackend(AttentionBackend):
         lse=True,
         graph=GraphLevel.UNIFORM,
         contiguous_q=True,
+        needs_finite_tails=True,
         priority=80,
         contract_tested_on=frozenset({"sm100", "sm103"}),
     )
@@ -81,7 +82,6 @@ class CuteDSLMLABackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         spec, num_seqs = self.spec, plan.kv_lens.shape[0]
-        plan.make_finite(kv)
         result = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
             query=q.view(num_seqs, -1, *q.shape[1:]),
             kv_cache=kv.nhd()[0].squeeze(2),

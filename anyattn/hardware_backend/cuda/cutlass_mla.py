@@ -63,6 +63,7 @@ class CutlassMLABackend(AttentionBackend):
         phases=frozenset({"decode"}),
         graph=GraphLevel.DECODE,
         contiguous_q=True,
+        needs_finite_tails=True,
         priority=75,
         contract_tested_on=frozenset({"sm100", "sm103"}),
     )
@@ -113,7 +114,6 @@ class CutlassMLABackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        plan.pages.make_finite(kv)
         plan.wrapper.run(
             query=q if self._q_factor is None else q * self._q_factor,
             kv_cache=kv.nhd()[0].squeeze(2),

@@ -99,6 +99,7 @@ class FA3Backend(AttentionBackend):
         graph=GraphLevel.ALWAYS,
         deterministic=True,
         not_together=(("mla", "fp8"),),
+        needs_finite_tails=True,
         priority=_priority,
         run_on=frozenset({"sm90"}),
     )
@@ -301,6 +302,7 @@ class FA3Sm8xBackend(FA3Backend):
         head_dim_pairs=frozenset(),
         mla_dims=frozenset(),
         not_together=(),
+        needs_finite_tails=False,
         run_on=frozenset(),
         contract_tested_on=frozenset({"sm80", "sm86", "sm89"}),
     )

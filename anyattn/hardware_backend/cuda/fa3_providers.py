@@ -6,9 +6,7 @@ Their kernels are the same; the functions around them differ in names, and in wh
 - vLLM's build: `flash_attn_varlen_func`, which is told.
 
 All of them read keys and values whole tiles at a time, by the tensor memory accelerator, where a page holds whole
-tiles; what lies behind a sequence's end is then multiplied by 0 rather than left out, and NaN stays NaN. A page may
-hold anything there, so that such reads are kept off: a padding on the left, be it of length 0, does that, and so does
-a sliding window in vLLM's build, which takes no padding.
+tiles; what lies behind a sequence's end is then multiplied by 0 rather than left out.
 """
 
 from __future__ import annotations
@@ -34,11 +32,6 @@ _REQUIRED = frozenset(
     }
 )  # fmt: skip
 """Keywords that every build has, beside those of its own."""
-
-_FEWEST_ROWS = 64
-"""Query rows of a KV head in the smallest tile: where there are no more, no build reads by tiles."""
-_FEWEST_KEYS, _FEWEST_KEYS_OF_HEADS = 64, 80
-"""Keys in the smallest tile of all, and for heads of keys and values without a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +162,6 @@ class Provider(ABC):
         result = self._function(**arguments)
         return result[0], result[1]
 
-    def _may_read_tiles(self, step: Step, fewest_keys: int) -> bool:
-        """Whether the build might read a page's keys and values a whole tile at a time."""
-        group = self.call.num_qo_heads // self.call.num_kv_heads
-        return self.call.page_size >= fewest_keys and step.max_seqlen_q * group > _FEWEST_ROWS
-
     def _common(self, step: Step) -> dict[str, Any]:
         call = self.call
         return {
@@ -194,21 +182,14 @@ class WithKVCache(Provider):
     function = "flash_attn_with_kvcache"
     tensors = ("q", "k_cache", "v_cache")
     qv, sinks = "qv", "sinks"
-    required = _REQUIRED | {"cache_seqlens", "cache_leftpad", "page_table"}
+    required = _REQUIRED | {"cache_seqlens", "page_table"}
 
     def options(self, step: Step) -> dict[str, Any]:
-        options = self._common(step) | {"cache_seqlens": step.seqused_k, "page_table": step.block_table}
-        if self._may_read_tiles(step, _FEWEST_KEYS):
-            options["cache_leftpad"] = torch.zeros_like(step.seqused_k)
-        return options
+        return self._common(step) | {"cache_seqlens": step.seqused_k, "page_table": step.block_table}
 
     def _like_options(self, options: dict[str, Any]) -> dict[str, Any]:
         max_seqlen_k = options["page_table"].shape[1] * self.call.page_size
-        like = {"max_seqlen_k": max_seqlen_k, "window_size": options["window_size"]}
-        if "cache_leftpad" in options:
-            takes = inspect.signature(self._metadata_function).parameters  # type: ignore[arg-type]
-            like["cache_leftpad" if "cache_leftpad" in takes else "leftpad_k"] = options["cache_leftpad"]
-        return like
+        return {"max_seqlen_k": max_seqlen_k, "window_size": options["window_size"]}
 
 
 class Varlen(Provider):
@@ -225,17 +206,10 @@ class Varlen(Provider):
         super().__init__(module, call)
 
     def options(self, step: Step) -> dict[str, Any]:
-        call, options = self.call, self._common(step)
-        max_seqlen_k = step.block_table.shape[1] * call.page_size
-        if self._may_read_tiles(step, _FEWEST_KEYS if call.is_mla else _FEWEST_KEYS_OF_HEADS):
-            # One that reaches over everything, and not what is said to be the longest, as it would be left out then.
-            left = call.window_left if call.window_left >= 0 else max_seqlen_k
-            max_seqlen_k = max(max_seqlen_k, left + 2)
-            options["window_size"] = (left, 0 if call.causal else -1)
-        return options | {
+        return self._common(step) | {
             "seqused_k": step.seqused_k,
             "block_table": step.block_table,
-            "max_seqlen_k": max_seqlen_k,
+            "max_seqlen_k": step.block_table.shape[1] * self.call.page_size,
             "fa_version": 3,
         }
 

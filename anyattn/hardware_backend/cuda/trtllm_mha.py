@@ -70,6 +70,7 @@ class TRTLLMMHABackend(AttentionBackend):
         lse=True,
         graph=GraphLevel.DECODE,
         contiguous_q=True,
+        needs_finite_tails=True,
         not_together=(("sinks", "return_lse"),),  # whether the LSE has the sink in it is not documented
         priority=95,
         contract_tested_on=frozenset({"sm100", "sm103"}),
@@ -119,7 +120,6 @@ class TRTLLMMHABackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         spec, pages = self.spec, plan.pages
-        pages.make_finite(kv)
         if self._fp8:
             most = torch.finfo(kv.k.dtype).max
             q = q.clamp(-most, most).to(kv.k.dtype)

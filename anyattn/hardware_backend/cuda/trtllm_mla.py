@@ -61,6 +61,7 @@ class TRTLLMMLABackend(AttentionBackend):
         lse=True,
         graph=GraphLevel.UNIFORM,
         contiguous_q=True,
+        needs_finite_tails=True,
         priority=95,
         contract_tested_on=frozenset({"sm100", "sm103"}),
     )
@@ -91,7 +92,6 @@ class TRTLLMMLABackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         spec, num_seqs = self.spec, plan.kv_lens.shape[0]
-        plan.make_finite(kv)
         if self._fp8:
             most = torch.finfo(kv.k.dtype).max
             q = q.clamp(-most, most).to(kv.k.dtype)

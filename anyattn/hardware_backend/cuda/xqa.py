@@ -11,7 +11,7 @@ from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.hardware_backend.cuda.whole_pages import WholePages
 from anyattn.lazy import lazy_import
-from anyattn.types import FP8_DTYPES, KV_LAYOUTS, GraphLevel, IntSet, Load, Role, ints
+from anyattn.types import KV_LAYOUTS, GraphLevel, IntSet, Load, Role, ints
 
 if TYPE_CHECKING:
     import flashinfer
@@ -62,6 +62,7 @@ class XQABackend(AttentionBackend):
         sinks=True,
         graph=GraphLevel.DECODE,
         contiguous_q=True,
+        needs_finite_tails=True,
         priority=_priority,
         contract_tested_on=frozenset({"sm90", "sm100", "sm103", "sm120", "sm121"}),
     )
@@ -70,7 +71,6 @@ class XQABackend(AttentionBackend):
         super().__init__(spec, cache, platform)
         # Its counters must be 0 at first; each launch leaves them so.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=platform.torch_device)
-        self._reads_whole_pages = spec.storage_dtype in FP8_DTYPES and platform.arch == "sm90"
 
     def plan(self, batch: Batch) -> WholePages:
         return WholePages(batch, self.spec.sliding_window, batch.page_size)
@@ -92,8 +92,6 @@ class XQABackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         spec = self.spec
-        if self._reads_whole_pages:
-            plan.make_finite(kv)
         flashinfer.decode.xqa_batch_decode_with_kv_cache(
             query=q,
             kv_cache=(kv.k, kv.v),

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from anyattn.errors import ContractError
-from anyattn.mem_cache.base import KVPool
+from anyattn.mem_cache.base import KVPool, LayerKV
 from anyattn.mem_cache.spec import CacheSpec
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CheckFailedError
 from anyattn.testing.pools.bench import NUM_PAGES, Bench
 from anyattn.testing.pools.shapes import PoolCheck
+from anyattn.types import KV_LAYOUTS
 
 
 def _filled(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) -> Bench:
@@ -179,11 +180,37 @@ def _joined(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int)
                 raise CheckFailedError(f"records written to a pool of joined layers read otherwise in layer {layer}.")
 
 
+def _tails(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) -> None:
+    if cache.layout not in KV_LAYOUTS or cache.kind == "index":
+        return
+    bench = _filled(tested, device, cache, seed)
+    pages, used = np.array([3, 1]), np.array([cache.page_size - 1, 1])
+    bench.pool.zero_tails(pages, used)
+    got = [[part.clone() for part in _seen(bench, kv)] for kv in bench.pool.layers]
+    other = _filled(tested, device, cache, seed)
+    for number, (parts, kv) in enumerate(zip(got, other.pool.layers, strict=True)):
+        for part, wanted in zip(parts, _seen(other, kv), strict=True):
+            for page, count in zip(pages.tolist(), used.tolist(), strict=True):
+                wanted[page, count:] = 0
+            if not torch.equal(part, wanted):
+                page, token = (part != wanted).flatten(2).any(-1).nonzero()[0].tolist()
+                raise CheckFailedError(
+                    f"zero_tails({pages.tolist()}, {used.tolist()}) leaves token {token} of page {page} in layer "
+                    f"{number} other than it must be: zero behind those that stay, and everything else as it was."
+                )
+
+
+def _seen(bench: Bench, kv: LayerKV) -> list[torch.Tensor]:
+    """A layer's bytes by page and token, those of MLA once."""
+    return [part.contiguous().view(torch.uint8) for part in kv.nhd()[: len(bench.cache.page_shapes())]]
+
+
 RECORD_CHECKS: dict[str, PoolCheck] = {
     "read_pages gives the bytes of all layers": _read,
     "read_pages writes to a buffer with rows apart": _read_into,
     "write_pages writes all layers, and never the null page": _written,
     "copy_pages copies all layers, and never to the null page": _copied,
+    "zero_tails zeroes what lies behind the first tokens of pages": _tails,
     "pages beyond the pool are refused": _out_of_range,
     "parts are the storage, and stay where they are": _same_tensors,
 }

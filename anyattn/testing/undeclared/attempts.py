@@ -140,7 +140,8 @@ def _new_cases(before: Capabilities, looser: Capabilities, device: Platform) -> 
         asked = {"page_size": case.page_size, "layout": case.layout, "joined_layers": case.joined_layers}
         return any(declared.reject_reasons(case.spec, device, role, **asked) for role in roles)  # type: ignore[arg-type]
 
-    nothing_new = before.contiguous_q != looser.contiguous_q
+    asks_less = (looser.contiguous_q, looser.needs_finite_tails)  # of the runtime, for the same specs
+    nothing_new = (before.contiguous_q, before.needs_finite_tails) != asks_less
     for case in cases_for(looser):
         if not refuses(looser, case) and (nothing_new or refuses(before, case)):
             yield case
@@ -211,3 +212,5 @@ def _features(capabilities: Capabilities) -> Iterator[_Values]:
         yield "not_together", " and ".join(pair), {"not_together": others}
     if capabilities.contiguous_q:
         yield "contiguous_q", "False", {"contiguous_q": False}
+    if capabilities.needs_finite_tails:
+        yield "needs_finite_tails", "False", {"needs_finite_tails": False}
