@@ -192,15 +192,19 @@ def _raw_calls(rt: AttentionRuntime, plan: Plan, inputs: Inputs, kernel: str, ou
 
 def _attend_call(rt: AttentionRuntime, plan: Plan, inputs: Inputs, out: torch.Tensor) -> Call:
     """The backend's part of `rt.run`."""
-    step, kv = planned(plan), layer_kv(rt)
+    step, kv, ours = planned(plan), layer_kv(rt), _out_of(plan, out)
 
     def attend() -> torch.Tensor:
-        step.backend.run(inputs.q, kv, step.plan, out)
-        return out
+        return step.run(inputs.q, kv, ours)[0]
 
     return attend
 
 
 def _run_call(rt: AttentionRuntime, plan: Plan, inputs: Inputs, out: torch.Tensor) -> Call:
     """All of it."""
-    return functools.partial(rt.run, 0, inputs.q, inputs.k, inputs.v, plan, out=out)
+    return functools.partial(rt.run, 0, inputs.q, inputs.k, inputs.v, plan, out=_out_of(plan, out))
+
+
+def _out_of(plan: Plan, out: torch.Tensor) -> torch.Tensor | None:
+    """None for a backend whose kernels make their outputs, as the raw ones then do too."""
+    return None if planned(plan).backend.capabilities.allocates_out else out

@@ -121,7 +121,6 @@ def flash_mla(step: RawStep) -> Call:
     else:
         schedule, num_splits = new_schedule()
     arguments: dict[str, Any] = {
-        "q": step.q.view(num_seqs, step.max_qo_len, num_heads, step.spec.head_dim),
         "k_cache": step.k,
         "block_table": step.block_table,
         "cache_seqlens": step.kv_lens,
@@ -134,9 +133,12 @@ def flash_mla(step: RawStep) -> Call:
     known = inspect.signature(attend).parameters
     if "use_legacy" in known:  # sgl-flash-mla keeps dense attention there
         arguments["use_legacy"] = True
-    if "out" in known:
-        arguments["out"] = step.out.view(num_seqs, step.max_qo_len, num_heads, step.rank)
-    return lambda: attend(**arguments)[0].view(step.out.shape)
+
+    def attend_with_views() -> torch.Tensor:  # every layer has a q of its own
+        q = step.q.view(num_seqs, step.max_qo_len, num_heads, step.spec.head_dim)
+        return attend(q=q, **arguments)[0].view(step.out.shape)
+
+    return attend_with_views
 
 
 def flashinfer_decode(step: RawStep) -> Call:

@@ -47,17 +47,17 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: Any,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | None:
         """Attention of one layer, its new keys and values already stored. No host sync, no lookup.
 
         q: [num_tokens, num_qo_heads, head_dim], spec.dtype; strided, unless `capabilities.contiguous_q`, but its last
             dimension is contiguous.
         out: [num_tokens, num_qo_heads, vo_head_dim], spec.dtype, contiguous; written here. 0 for a row that sees
-            nothing.
+            nothing. With `capabilities.allocates_out` None: such a tensor is then returned, before the LSE.
         sinks: [num_qo_heads], float32 or bfloat16, as the engine has them; alibi_slopes: [num_qo_heads], float32. Given
             when and only when the spec asks for them.
         indices: [num_tokens, spec.topk], int32, contiguous, for each token the slots of the keys that it sees, in any

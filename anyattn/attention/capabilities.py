@@ -62,6 +62,7 @@ class Capabilities:
     strided_pages: whether it reads pages that do not lie one behind the other: the stride of the first axis of `kv.k`
         and `kv.v` is then any number of elements, no less than a page's.
     contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
+    allocates_out: whether its kernels make the tensor that they write to, so that `run` returns it rather than copy it.
     needs_finite_tails: whether what lies behind a sequence's end in its last page must be finite, as kernels that read
         whole pages multiply it by 0; the runtime then zeroes it in pages that are new. Layouts NHD and HND only.
     priority: higher is chosen first; a number, or a function of facts, spec, role and load. A backend that is best for
@@ -104,6 +105,7 @@ class Capabilities:
     graph: GraphLevel = GraphLevel.NEVER
     deterministic: bool = False
     contiguous_q: bool = False
+    allocates_out: bool = False
     needs_finite_tails: bool = False
     not_together: tuple[tuple[str, str], ...] = ()
     priority: Priority = 0
@@ -419,7 +421,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "extra": str,
     **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
     **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q", "per_head_scales", "strided_pages"), bool),
-    "needs_finite_tails": bool,
+    **dict.fromkeys(("allocates_out", "needs_finite_tails"), bool),
     **dict.fromkeys(("quantizes_q", "quantizes_probs"), bool),
 }
 

@@ -10,9 +10,12 @@ from anyattn.types import TYPICAL_LOAD, GraphLevel, Load
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from anyattn.attention.backend import AttentionBackend
     from anyattn.attention.batch import Batch
     from anyattn.attention.selection import Selection
+    from anyattn.mem_cache.base import LayerKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +24,24 @@ class PlannedStep:
 
     backend: AttentionBackend
     plan: Any
+
+    def run(
+        self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor | None = None, **more: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output and LSE of the backend, which gets q and out in the form that it asks for.
+
+        out: where to write; None where the output may be a new tensor. more: what else the backend's `run` takes.
+        """
+        backend = self.backend
+        declared = backend.capabilities
+        if not q.is_contiguous() and (declared.contiguous_q or q.stride(-1) != 1):
+            q = q.contiguous()
+        if declared.allocates_out:
+            result, lse = backend.run(q, kv, self.plan, None, **more)  # type: ignore[misc]
+            return (result, lse) if out is None else (out.copy_(result), lse)
+        if out is None:
+            out = q.new_empty((q.shape[0], q.shape[1], backend.spec.vo_head_dim))
+        return out, backend.run(q, kv, self.plan, out, **more)  # type: ignore[return-value]
 
 
 class HybridBackend:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyattn.attention.batch import Batch
+from anyattn.attention.hybrid import PlannedStep
 from anyattn.attention.merge import merge_states
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.allocator import PagedAllocator
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from anyattn.attention.backend import AttentionBackend
-    from anyattn.attention.hybrid import HybridBackend, PlannedStep
+    from anyattn.attention.hybrid import HybridBackend
     from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.indices import Int64s
 else:
@@ -40,8 +41,11 @@ else:
 
 _SCRATCH_BYTES = 512 << 20
 """Expanded keys and values at a time, unless the new tokens alone take more."""
-_LEAST_TOKENS = 128
-"""Fewer new tokens than these are not worth the launches that expansion takes beside absorption."""
+_LEAST_PAIRS = 6000
+"""Fewer pairs of a new token and a key than these are not worth the launches that expansion takes beside absorption."""
+_MOVED, _MERGED = 200, 9000
+"""Products that take as long as to write and read an element that either way makes, and as to merge an element of two
+pieces' outputs. Fitted to benchmarks/nvidia_mla.py on an H200, where products are cheap beside memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,26 +63,25 @@ class UpProjections:
 class _Pass:
     """One piece of the keys of some sequences.
 
-    backend: serves heads of keys and values; causal where the piece ends with the new tokens. plan: its own.
+    step: its backend serves heads of keys and values, causal where the piece ends with the new tokens.
     pages, offsets: [num_scratch_tokens], int64, where in the pool each scratch token's latent lies.
     page_size, num_pages: of the scratch, the null page included.
     rows: of q, those whose sequences have such a piece; None for all.
     """
 
-    backend: AttentionBackend
-    plan: Any
+    step: PlannedStep
     pages: torch.Tensor
     offsets: torch.Tensor
     page_size: int
     num_pages: int
     rows: torch.Tensor | None
 
-    def run(self, q: torch.Tensor, kv: LayerKV, bound: UpProjections, out: torch.Tensor) -> torch.Tensor:
-        if self.backend.capabilities.contiguous_q:
-            q = q.contiguous()
-        lse = self.backend.run(q, self._expand(kv, bound), self.plan, out)
+    def run(
+        self, q: torch.Tensor, kv: LayerKV, bound: UpProjections, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.step.run(q, self._expand(kv, bound), out)
         assert lse is not None  # `expanded_specs` ask for it
-        return lse
+        return out, lse
 
     def _expand(self, kv: LayerKV, bound: UpProjections) -> LayerKV:
         """The piece's keys and values, [num_pages, page_size, num_qo_heads, dim]; those of the null page are any."""
@@ -116,32 +119,34 @@ class MLAStep:
         q: torch.Tensor,
         kv: LayerKV,
         bound: UpProjections,
-        out: torch.Tensor,
+        out: torch.Tensor | None = None,
         **more: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """q: [num_tokens, num_qo_heads, nope + rope]. out: [num_tokens, num_qo_heads, v_head_dim].
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q: [num_tokens, num_qo_heads, nope + rope]. out: [num_tokens, num_qo_heads, v_head_dim], or a new tensor.
 
         more: what else the absorbing backend's `run` takes, for each head, or for sparse attention, of which nothing is
         ever expanded, for each token.
 
-        Returns the LSE, where the spec wants it or where there happens to be one.
+        Returns the output and the LSE, where the spec wants it or where there happens to be one.
         """
         if self.absorbed is None:
             return _run_expanded(q, kv, self.passes, bound, out)
         if not self.passes:
             return _run_absorbed(q, kv, self.absorbed, bound, out, **more)
+        if out is None:
+            out = q.new_empty((*q.shape[:2], bound.w_uv.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for rows, of_passes in ((self.absorbed_rows, False), (self.expanded_rows, True)):
             part = q[rows]
-            attended = out.new_empty((part.shape[0], *out.shape[1:]))
+            part_lse: torch.Tensor | None
             if of_passes:
-                part_lse: torch.Tensor | None = _run_expanded(part, kv, self.passes, bound, attended)
+                attended, part_lse = _run_expanded(part, kv, self.passes, bound)
             else:
-                part_lse = _run_absorbed(part, kv, self.absorbed, bound, attended, **more)
+                attended, part_lse = _run_absorbed(part, kv, self.absorbed, bound, **more)
             out[rows] = attended
             if part_lse is not None:
                 lse[rows] = part_lse
-        return lse
+        return out, lse
 
 
 def _run_absorbed(
@@ -149,34 +154,31 @@ def _run_absorbed(
     kv: LayerKV,
     step: PlannedStep,
     bound: UpProjections,
-    out: torch.Tensor,
+    out: torch.Tensor | None = None,
     **more: torch.Tensor | None,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     tokens, heads, _ = q.shape
     nope, rank = bound.w_uk.shape[1:]
     absorbed = q.new_empty(tokens, heads, rank + q.shape[-1] - nope)
     torch.bmm(q[..., :nope].transpose(0, 1), bound.w_uk, out=absorbed[..., :rank].transpose(0, 1))
     absorbed[..., rank:] = q[..., nope:]
-    attended = q.new_empty(tokens, heads, rank)
-    lse = step.backend.run(absorbed, kv, step.plan, attended, **more)
+    attended, lse = step.run(absorbed, kv, **more)
+    if out is None:
+        out = q.new_empty(tokens, heads, bound.w_uv.shape[-1])
     torch.bmm(attended.transpose(0, 1), bound.w_uv, out=out.transpose(0, 1))
-    return lse
+    return out, lse
 
 
 def _run_expanded(
-    q: torch.Tensor, kv: LayerKV, passes: tuple[_Pass, ...], bound: UpProjections, out: torch.Tensor
-) -> torch.Tensor:
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    q: torch.Tensor, kv: LayerKV, passes: tuple[_Pass, ...], bound: UpProjections, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     last, *before = passes
-    lse = last.run(q, kv, bound, out)
+    out, lse = last.run(q, kv, bound, out)
     for each in before:
         rows = slice(None) if each.rows is None else each.rows
-        part = q[rows]
-        attended = torch.empty_like(out[: part.shape[0]])
-        part_lse = each.run(part, kv, bound, attended)
+        attended, part_lse = each.run(q[rows], kv, bound)
         out[rows], lse[rows] = merge_states([out[rows], attended], [lse[rows], part_lse])
-    return lse
+    return out, lse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,20 +254,28 @@ class MLAPath:
         )  # fmt: skip
         new, keys = host.qo_lens, host.kv_lens
         pairs = new * (keys - new) + new * (new + 1) // 2
+        merges = (keys - 1) // self._most_keys(new, int(np.count_nonzero(new > 1)))
         saved = pairs * (2 * rank + rope - (nope + rope + v_dim)) - (keys - new) * rank * (nope + v_dim)
+        moved = keys * (nope + rope + v_dim) - new * (2 * rank + rope)  # keys and values, or queries and their outputs
+        saved -= moved * _MOVED + merges * new * v_dim * _MERGED
         worth: Int64s = np.flatnonzero((saved > 0) & (new > 1))
-        return worth if new[worth].sum() >= _LEAST_TOKENS else none
+        return worth if pairs[worth].sum() >= _LEAST_PAIRS else none
+
+    def _most_keys(self, new: Int64s, num_sequences: int) -> Int64s:
+        """Keys of a piece, for each of so many sequences that are expanded together."""
+        assert self._expansion is not None
+        causal = self._expansion.causal.spec
+        token_bytes = (causal.head_dim + causal.vo_head_dim) * causal.num_kv_heads * DTYPE_BYTES[causal.dtype]
+        most: Int64s = np.maximum(2 * new, _SCRATCH_BYTES // token_bytes // num_sequences)
+        return most
 
     def _passes(self, batch: Batch, sequences: Int64s) -> Iterator[_Pass]:
         """Pieces from the sequences' ends to their beginnings, each as many tokens as it has new ones or more."""
-        host, spec, expansion = batch.host, self._spec, self._expansion
+        host, expansion = batch.host, self._expansion
         assert expansion is not None
         device = batch.kv_lens.device
         new, keys = host.qo_lens[sequences], host.kv_lens[sequences]
-        causal = expansion.causal.spec
-        token_bytes = (causal.head_dim + causal.vo_head_dim) * causal.num_kv_heads * DTYPE_BYTES[spec.dtype]
-        most = np.maximum(2 * new, _SCRATCH_BYTES // token_bytes // sequences.size)
-        num_pieces = -(-keys // most)
+        num_pieces = -(-keys // self._most_keys(new, sequences.size))
         for piece in range(int(num_pieces.max())):
             chosen = np.flatnonzero(num_pieces > piece)
             n, count, total = new[chosen], num_pieces[chosen], keys[chosen]
@@ -283,8 +293,7 @@ class MLAPath:
             rows, columns, offsets, *row_tensor = to_device(sent, device, wide=len(sent))
             backend = expansion.whole if piece else expansion.causal
             yield _Pass(
-                backend=backend,
-                plan=backend.plan(scratch),
+                step=PlannedStep(backend, backend.plan(scratch)),
                 pages=batch.block_table[rows, columns].long(),
                 offsets=offsets,
                 page_size=expansion.page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ class Plan:
     steps: for each distinct spec of the layers, None where all of them have up-projections; none at all for a batch
         without tokens, which needs no kernel.
     mla: likewise, for the layers that `bind_mla` gave up-projections; None where there are none.
+    slots: of the new tokens in each pool.
     graph: where the plan is one of `AttentionRuntime.init_graph`, the tensors that stay.
     """
 
@@ -41,6 +43,7 @@ class Plan:
     batch: Batch
     steps: tuple[PlannedStep | None, ...]
     mla: tuple[MLAStep | None, ...]
+    slots: tuple[torch.Tensor, ...]
     num_frees: int
     graph: GraphBatch | None = None
 
@@ -49,12 +52,15 @@ class Plan:
 class _Layer:
     """What `run` has to know of a layer.
 
-    group: number of its spec. pool, place: where its pages are. bound: its up-projections.
+    is_plain: whether `run` takes and returns nothing beside q, k, v and out.
+    group: number of its spec. pool, place: where its pages are; number: the pool's. bound: its up-projections.
     q, k, v: the shapes that one token of each has; MLA has no v, or one beside a k of latents alone, which is looked at
         as the rare case that it is.
     """
 
     spec: AttentionSpec
+    is_mla: bool
+    is_plain: bool
     group: int
     number: int
     pool: KVPool
@@ -86,7 +92,7 @@ class _Layer:
                 or k.shape != k_shape or k.dtype is not dtype or k.device != device or k.layout is not strided
             ):  # fmt: skip
                 return False
-            if self.spec.is_mla:
+            if self.is_mla:
                 return v is None and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
             if v.shape != v_shape or v.dtype is not dtype or v.device != device or v.layout is not strided:
                 return False
@@ -101,8 +107,7 @@ class _Layer:
                 out.shape == (num_tokens, *self.out)
                 and out.dtype is self.dtype
                 and out.device == self.device
-                and out.layout is self.strided
-                and out.is_contiguous()
+                and out.is_contiguous()  # which no sparse tensor is
                 and not out.requires_grad
             )
         except AttributeError:
@@ -150,6 +155,19 @@ class AttentionRuntime:
             MLAPath(spec, backends[spec], self.expansions.get(spec), self.device) if spec.is_mla else None
             for spec in selections
         ]
+        self._device_type = self.device.type
+        # Asked for every layer of every step; without an argument, which means CUDA, torch answers sooner.
+        self._is_autocast_enabled = (
+            torch.is_autocast_enabled
+            if self._device_type == "cuda"
+            else functools.partial(torch.is_autocast_enabled, self._device_type)
+        )
+        num_slots = (max(pool.num_pages for pool in self.pools) + 1) * table.page_size
+        if num_slots > _MOST_SPARSE_SLOTS and any(spec.topk for spec in self.layer_specs):
+            raise ContractError(
+                f"sparse attention names slots in int32, and {num_slots} of them are more than that holds: "
+                f"give num_pages={_MOST_SPARSE_SLOTS // table.page_size - 1} or fewer."
+            )
         self._zeroes_tails = [
             table.page_size > 1
             and any(
@@ -162,19 +180,14 @@ class AttentionRuntime:
         for pool, zeroes in zip(self.pools, self._zeroes_tails, strict=True):
             if zeroes and pool.layers:
                 _ = pool.tail_zeroer  # now, as the copy of its table to the device would be a sync in a step
-        self._device_type = self.device.type
-        num_slots = (max(pool.num_pages for pool in self.pools) + 1) * table.page_size
-        if num_slots > _MOST_SPARSE_SLOTS and any(spec.topk for spec in self.layer_specs):
-            raise ContractError(
-                f"sparse attention names slots in int32, and {num_slots} of them are more than that holds: "
-                f"give num_pages={_MOST_SPARSE_SLOTS // table.page_size - 1} or fewer."
-            )
 
     def _new_layer(self, number: int, group: int) -> _Layer:
         spec = self.layer_specs[number]
         pool, place = self.places[number]
         return _Layer(
             spec=spec,
+            is_mla=spec.is_mla,
+            is_plain=not (spec.sinks or spec.alibi or spec.topk or spec.return_lse),
             group=group,
             number=pool,
             pool=self.pools[pool],
@@ -241,7 +254,17 @@ class AttentionRuntime:
             path, there = self._mla_paths[group], batch.of_pool(pool)
             steps.append(None if all(bound) else self._backends[group].plan(there))
             mla.append(path.plan(there) if path is not None and any(bound) else None)
-        return Plan(runtime=self, batch=batch, steps=tuple(steps), mla=tuple(mla), num_frees=self.table.num_frees)
+        return Plan(
+            runtime=self,
+            batch=batch,
+            steps=tuple(steps),
+            mla=tuple(mla),
+            slots=self._slots(batch),
+            num_frees=self.table.num_frees,
+        )
+
+    def _slots(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return tuple(batch.of_pool(number).out_slots for number in range(len(self.pools)))
 
     def init_graph(self, num_seqs: int, *, num_tokens: int | None = None, max_kv_len: int) -> Plan:
         """A plan to capture `run` with in a device graph, for every layer; several may live beside each other.
@@ -273,6 +296,7 @@ class AttentionRuntime:
             batch=graph.batch,
             steps=steps,
             mla=tuple(MLAStep(absorbed=step) for step in steps),
+            slots=self._slots(graph.batch),
             num_frees=self.table.num_frees,
             graph=graph,
         )
@@ -334,7 +358,7 @@ class AttentionRuntime:
         Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
         sequence of the plan has been freed or truncated.
         """
-        if torch.is_autocast_enabled(self._device_type):  # it would lower the precision that the spec asks for
+        if self._is_autocast_enabled():  # it would lower the precision that the spec asks for
             with torch.autocast(self._device_type, enabled=False):
                 return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, indices=indices, out=out)
         if (
@@ -345,47 +369,51 @@ class AttentionRuntime:
             or plan.num_frees != self.table.num_frees
         ):
             self._check_plan(layer, plan)
-        here, batch = self._layers[layer], plan.batch
-        spec, tokens = here.spec, batch.num_tokens
+        here, tokens = self._layers[layer], plan.batch.num_tokens
         if not here.takes(tokens, q, k, v):
             self._check_inputs(here, q, k, v, tokens)
-        if sinks is not None or spec.sinks:
-            sinks = _per_head("sinks", sinks, spec.sinks, spec, self.device)
-        if alibi_slopes is not None or spec.alibi:
-            alibi_slopes = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
-        if indices is not None or spec.topk is not None:
-            _check_indices(indices, spec, tokens, self.device)
-        if out is None:
-            out = q.new_empty((tokens, *here.out))
-        elif not here.writes(tokens, out):
+        if out is not None and not here.writes(tokens, out):
             _check_tensor("out", out, (tokens, *here.out), self._dtype, self.device)
             raise ContractError("out must be contiguous and without gradient.")
-        lse: Any
+        more: dict[str, torch.Tensor | None] = {}
+        if not (here.is_plain and sinks is None and alibi_slopes is None and indices is None):
+            more = self._checked_more(here, plan, sinks, alibi_slopes, indices)
         if not tokens:
-            lse = q.new_empty((0, spec.num_qo_heads), dtype=torch.float32)
-            return (out, lse) if spec.return_lse else out
-        step: Any = plan.steps[here.group]
-        mla_step: Any = plan.mla[here.group]
-        if step is None if here.bound is None else mla_step is None:
+            out = q.new_empty((0, *here.out)) if out is None else out
+            return (out, q.new_empty((0, here.q[0]), dtype=torch.float32)) if here.spec.return_lse else out
+        bound = here.bound
+        step: Any = (plan.steps if bound is None else plan.mla)[here.group]
+        if step is None:
             raise ContractError(f"layer {layer} was given up-projections after this step was planned: plan it again.")
-        here.pool.store(here.place, k, v, batch.of_pool(here.number).out_slots)
+        here.pool.store(here.place, k, v, plan.slots[here.number])
         kv = here.pool.layers[here.place]
-        more = {}
-        if sinks is not None or alibi_slopes is not None:
-            more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-        if indices is not None:
-            more["indices"] = batch.of_pool(here.number).slots_of(indices)
-        if here.bound is not None:
-            lse = mla_step.run(q, kv, here.bound, out, **more)
-        else:
-            if not q.is_contiguous() and (q.stride(-1) != 1 or step.backend.capabilities.contiguous_q):
-                q = q.contiguous()
-            lse = step.backend.run(q, kv, step.plan, out, **more)
-        if not spec.return_lse:
+        out, lse = step.run(q, kv, out, **more) if bound is None else step.run(q, kv, bound, out, **more)
+        if here.is_plain or not here.spec.return_lse:
             return out
-        if lse is None or lse.shape != (tokens, spec.num_qo_heads):
-            raise ContractError(f"the backend gave no LSE of {[tokens, spec.num_qo_heads]}.")
+        if lse is None or lse.shape != (tokens, here.q[0]):
+            raise ContractError(f"the backend gave no LSE of {[tokens, here.q[0]]}.")
         return out, lse
+
+    def _checked_more(
+        self,
+        here: _Layer,
+        plan: Plan,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        indices: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor | None]:
+        """What a backend's `run` takes besides, by name. Raises ContractError for what the spec does not ask for."""
+        spec, batch = here.spec, plan.batch
+        more: dict[str, torch.Tensor | None] = {}
+        if sinks is not None or spec.sinks:
+            more["sinks"] = _per_head("sinks", sinks, spec.sinks, spec, self.device)
+        if alibi_slopes is not None or spec.alibi:
+            more["alibi_slopes"] = _per_head("alibi_slopes", alibi_slopes, spec.alibi, spec, self.device)
+        if indices is not None or spec.topk is not None:
+            _check_indices(indices, spec, batch.num_tokens, self.device)
+            if batch.num_tokens and indices is not None:
+                more["indices"] = batch.of_pool(here.number).slots_of(indices)
+        return more
 
     def bind_mla(self, layer: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         """Gives one MLA layer its up-projections; `run` then takes q before absorption and returns heads of v_head_dim.

@@ -25,6 +25,13 @@ def seed():
     torch.manual_seed(secrets.randbelow(1 << 31))
 
 
+@pytest.fixture(autouse=True)
+def small_heads_are_worth_it(monkeypatch):
+    """Where moving data costs something, heads as small as these are never expanded."""
+    monkeypatch.setattr(mla, "_MOVED", 0)
+    monkeypatch.setattr(mla, "_MERGED", 0)
+
+
 def runtime(spec=SPEC, num_pages=400, page_size=3, **asked):
     asked = {"backend": "torch_native", **asked}
     rt = anyattn.create_runtime(spec, num_layers=1, num_pages=num_pages, page_size=page_size, device="cpu", **asked)
@@ -104,7 +111,7 @@ def test_which_sequences_are_expanded_follows_from_the_products_that_it_saves():
         view = table.extend(seqs, new)
         return path._worth_expanding(Batch.from_view(view, view.tensors())).tolist()
 
-    assert worth([0], [127]) == []  # too few for the launches
+    assert worth([0], [100]) == []  # too little for the launches
     assert worth([0], [128]) == [0]
     assert worth([5000], [12]) == []
     # Of n queries, each of m earlier keys costs n * 36 products less, and 896 once.
@@ -221,3 +228,27 @@ def test_in_a_vendors_layout_prompts_are_absorbed():
     plan = rt.plan(rt.extend(rt.new_sequences(1), [200]))
     out, _ = rt.run(0, torch.randn(200, HEADS, NOPE + 16), torch.randn(200, 80), None, plan)
     assert out.isfinite().all()
+
+
+DEEPSEEK = AttentionSpec.mla(
+    num_qo_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, sm_scale=0.1
+)
+
+
+@pytest.mark.parametrize(
+    ("new", "before", "expanded"),
+    [
+        ([4096], 0, True), ([128], 0, True), ([64], 0, False), ([32] * 8, 0, False), ([512] * 4, 0, True),
+        ([128], 4096, False), ([512], 4096, True), ([512], 32768, True), ([256] * 4, 16384, False),
+        ([1] * 64, 4096, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_was_measured_to_be_faster_is_chosen(new, before, expanded, monkeypatch):
+    """On an H200, by benchmarks/nvidia_mla.py."""
+    monkeypatch.undo()
+    rt = anyattn.create_runtime(DEEPSEEK, num_layers=1, num_pages=5000, page_size=64, device="cpu")
+    (path,) = rt._mla_paths
+    seqs = rt.new_sequences(len(new))
+    rt.extend(seqs, [before] * len(new))
+    assert bool(path._worth_expanding(rt.extend(seqs, new)).size) == expanded

@@ -9,6 +9,7 @@ import torch
 import anyattn
 from anyattn import AttentionSpec, Capabilities, ContractError, GraphLevel, Platform, SpecError
 from anyattn.attention.graph import GraphBatch, GraphSizes
+from anyattn.attention.hybrid import HybridBackend
 from anyattn.attention.mla import expanded_specs
 from anyattn.attention.reference import sparse_attention
 from anyattn.attention.runtime import AttentionRuntime
@@ -223,7 +224,8 @@ def test_a_pool_with_more_slots_than_int32_names_is_refused():
     for num_pages, fits in (((1 << 21) - 2, True), ((1 << 21) - 1, False)):
         table = PageTable(PagedAllocator(8, page_size), page_size, device="cpu")
         arguments = (
-            [spec], {spec: rt.selection}, {spec: None}, [EmptyPool(cache, num_pages, "cpu")], table, [(0, 0)]
+            [spec], {spec: rt.selection}, {spec: HybridBackend(rt.selection, {})},
+            [EmptyPool(cache, num_pages, "cpu")], table, [(0, 0)],
         )  # fmt: skip
         if fits:
             AttentionRuntime(*arguments)

@@ -14,6 +14,7 @@ from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.hardware_backend.cuda.dsa import DSABackend
 from anyattn.hardware_backend.cuda.fa3 import FA3Backend
+from anyattn.hardware_backend.cuda.fa4 import FA4Backend
 from anyattn.hardware_backend.cuda.flashinfer import FlashInferBackend
 from anyattn.hardware_backend.cuda.flashinfer_mla import FlashInferMLABackend
 from anyattn.hardware_backend.cuda.flashmla import FlashMLABackend
@@ -44,6 +45,7 @@ class GraphsOnCUDA(ExampleBackend):
 TARGETS = {
     "dsa_backend": ("backend", DSABackend),
     "fa3": ("backend", FA3Backend),
+    "fa4": ("backend", FA4Backend),
     "flashinfer": ("backend", FlashInferBackend),
     "flashinfer_mla": ("backend", FlashInferMLABackend),
     "flashmla": ("backend", FlashMLABackend),

@@ -31,7 +31,7 @@ def chosen(device, spec):
         ("sim:h200", FP8, "flashinfer", ("flashinfer",)),
         ("sim:h200", FP8.replace(may_quantize_q=True, may_quantize_probs=True), "fa3", ("flashinfer",)),
         ("sim:h200", TREES, "flashinfer", ("flashinfer",)),
-        ("sim:h200", mla(128), "fa3", ("flashinfer_mla", "flashmla")),
+        ("sim:h200", mla(128), "fa3", ("fa3", "flashinfer_mla")),
         ("sim:h200", mla(16, graph="decode"), "fa3", ("fa3", "flashinfer_mla")),
         ("sim:a100", GQA, "flashinfer", ("flashinfer",)),
         ("sim:a100", mla(128), "flashinfer_mla", ("flashinfer_mla",)),

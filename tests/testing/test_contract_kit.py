@@ -19,6 +19,8 @@ from anyattn.testing.contract import questions as refusal_questions
 from anyattn.testing.target import Target, find_targets
 from anyattn.types import ANY_INT, GraphLevel, Reason, ints
 
+pytestmark = pytest.mark.usefixtures("one_look_at_each_import")
+
 BUILTIN = PluginManager(entry_points=())
 
 
@@ -145,7 +147,8 @@ def test_every_field_of_a_declaration_has_a_check():
     rows = {check.capability for check in backend_contract.checks(of_class(declared))}
     rows |= {check.capability for check in backend_contract.checks(of_class(Plain))}
     # Two say that nothing is refused; the others are a wish or are for the runtime, and checked when declared.
-    implied = {"any_head_dim_pair", "any_mla_dims", "preferred_page_size", "contiguous_q", "programs"}
+    implied = {"any_head_dim_pair", "any_mla_dims", "preferred_page_size", "contiguous_q", "programs",
+               "allocates_out", "needs_finite_tails"}
     assert {field.name for field in dataclasses.fields(Capabilities)} - implied <= rows
 
 

@@ -41,12 +41,14 @@ _FEW_SPLITS = 32
 
 
 def _priority(platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> float:
-    """As measured on an H200: the fastest prefill; for MLA the fastest decode where little is computed at all."""
+    """As measured on an H200: the fastest prefill; for MLA the fastest decode where very little or much is computed."""
     if platform.arch != "sm90":
         return 60 if role == "prefill" else 55
     if role == "prefill":
         return 90
-    return 85 if spec.is_mla and spec.num_qo_heads <= 16 and load.num_seqs <= 2 else 75
+    little = spec.num_qo_heads <= 16 and load.num_seqs <= 2
+    much = spec.num_qo_heads >= 64 and load.num_seqs >= 64
+    return 85 if spec.is_mla and (little or much) else 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,6 +134,7 @@ class FA3Backend(AttentionBackend):
             and platform.arch == "sm90"
         )
         self._writes_in_place = self._provider.takes_out and self._written == getattr(torch, spec.dtype)
+        self._returns_lse = spec.return_lse
         self._scales: dict[float, torch.Tensor] = {}
         self._parts = (spec.vo_head_dim, spec.head_dim - spec.vo_head_dim)
         self._views = LayerViews(self._rope_and_latent) if spec.is_mla else None
@@ -232,17 +235,10 @@ class FA3Backend(AttentionBackend):
         else:
             k, v = self._views.of(kv)
             qv, q = q.split_with_sizes(self._parts, -1)
-        in_kernel = self._kernel_takes_sinks and sinks is not None and sinks.dtype == torch.bfloat16
-        in_place = self._writes_in_place and fa3_providers.is_aligned(out)
+        in_kernel = sinks is not None and self._kernel_takes_sinks and sinks.dtype == torch.bfloat16
+        in_place = self._writes_in_place and not out.data_ptr() % 16  # its rows are multiples of that
         result, lse = self._provider.attend(
-            q,
-            k,
-            v,
-            plan.options,
-            out=out if in_place else None,
-            qv=qv,
-            sinks=sinks.contiguous() if in_kernel and sinks is not None else None,
-            descales=descales,
+            q, k, v, plan.options, out if in_place else None, qv, sinks if in_kernel else None, descales
         )
         if sinks is not None and not in_kernel:
             # A sink takes its part of the denominator: exp(lse) / (exp(lse) + exp(sink)) of the output is left.
@@ -250,7 +246,7 @@ class FA3Backend(AttentionBackend):
             torch.mul(result, kept.T[..., None], out=out)
         elif not in_place:
             out.copy_(result)
-        return lse.T if self.spec.return_lse else None
+        return lse.T if self._returns_lse else None
 
     def _quantized(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """q in the cache's dtype, with a scale for each sequence and KV head, and all scales as the kernels take them.

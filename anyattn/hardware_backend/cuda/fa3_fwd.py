@@ -61,6 +61,7 @@ class FA3FwdBackend(AttentionBackend):
         causal=frozenset({True, False}),
         logits_soft_cap=True,
         lse=True,
+        allocates_out=True,
         priority=40,
         contract_tested_on=frozenset({"sm90"}),
     )
@@ -94,14 +95,13 @@ class FA3FwdBackend(AttentionBackend):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: None,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not is_aligned(q):
             q = q.clone(memory_format=torch.contiguous_format)
         k, v = (part[plan.pages, plan.offsets] for part in kv.nhd())
         result, lse = fa3_fwd_interface.flash_attn_varlen_func(q, k, v, **plan.arguments)
-        out.copy_(result)
-        return lse.T if self.spec.return_lse else None
+        return result, lse.T if self.spec.return_lse else None

@@ -72,6 +72,7 @@ class FA4Backend(AttentionBackend):
         logits_soft_cap=True,
         sinks=True,
         lse=True,
+        allocates_out=True,
         contiguous_q=True,
         priority=_priority,
         contract_tested_on=frozenset({"sm90", "sm100", "sm103", "sm110"}),
@@ -92,11 +93,11 @@ class FA4Backend(AttentionBackend):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: None,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         spec = self.spec
         result, lse = flash_attn_cute.flash_attn_varlen_func(
             q,
@@ -115,10 +116,9 @@ class FA4Backend(AttentionBackend):
             num_splits=self._num_splits,
             return_lse=spec.return_lse,
         )
-        out.copy_(result)
         if not spec.return_lse:
-            return None
+            return result, None
         by_token: torch.Tensor = lse.T  # [num_qo_heads, num_tokens]
         if sinks is not None:
-            join_sinks(out, by_token, sinks)
-        return by_token
+            join_sinks(result, by_token, sinks)
+        return result, by_token

@@ -64,6 +64,7 @@ class FlashAttnBackend(AttentionBackend):
         sinks=True,
         alibi=True,
         lse=True,
+        allocates_out=True,
         graph=GraphLevel.DECODE,
         contiguous_q=True,
         not_together=(("alibi", "return_lse"), ("alibi", "sinks"), ("alibi", "non_causal")),
@@ -88,11 +89,11 @@ class FlashAttnBackend(AttentionBackend):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: None,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         spec, batch = self.spec, plan.batch
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         arguments = {
@@ -121,7 +122,6 @@ class FlashAttnBackend(AttentionBackend):
                 **arguments,
             )
             lse = lse.T
-        out.copy_(result)
         if sinks is not None:
-            join_sinks(out, lse, sinks)
-        return lse if spec.return_lse else None
+            join_sinks(result, lse, sinks)
+        return result, lse if spec.return_lse else None

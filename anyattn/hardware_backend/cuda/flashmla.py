@@ -14,7 +14,7 @@ from anyattn.attention.capabilities import Capabilities
 from anyattn.hardware_backend.cuda import flashmla_providers
 from anyattn.hardware_backend.cuda.layer_views import LayerViews
 from anyattn.lazy import lazy_import
-from anyattn.types import KV_LAYOUTS, GraphLevel, IntSet, Load, Role, ints
+from anyattn.types import KV_LAYOUTS, GraphLevel, IntSet, ints
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,6 @@ else:
     torch = lazy_import("torch")
 
 _ALIGNMENT_BYTES = 16  # of what the tensor memory accelerator reads and writes
-
-
-def _priority(platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> float:
-    """As measured on an H200: ahead of FlashInfer and FlashAttention 3 where much is computed, behind elsewhere."""
-    return 85 if spec.num_qo_heads >= 64 and load.num_seqs >= 64 else 60
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,8 +99,9 @@ class FlashMLABackend(AttentionBackend):
         decode_qo_len=8,
         causal=frozenset({True, False}),
         lse=True,
+        allocates_out=True,
         graph=GraphLevel.UNIFORM,
-        priority=_priority,
+        priority=60,  # as measured on an H200: level with FlashInfer where much is computed, behind elsewhere
         run_on=frozenset({"sm90"}),
     )
 
@@ -113,6 +109,7 @@ class FlashMLABackend(AttentionBackend):
         super().__init__(spec, cache, platform)
         self._provider = flashmla_providers.find_provider()
         self._fixed = {"head_dim_v": spec.vo_head_dim, "softmax_scale": spec.scale, "causal": spec.causal}
+        self._vo_head_dim, self._returns_lse = spec.vo_head_dim, spec.return_lse
         self._views = LayerViews(lambda kv: kv.nhd()[0])
 
     def plan(self, batch: Batch) -> _Plan:
@@ -151,33 +148,31 @@ class FlashMLABackend(AttentionBackend):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: None,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        spec, kv_lens = self.spec, plan.kv_lens
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_tokens, num_heads, head_dim = q.shape
         if not _is_aligned(q):
             q = q.clone(memory_format=torch.contiguous_format)
-        metadata, pages = plan.metadata_of(kv.k.data_ptr()), self._views.of(kv)
-        fixed = {"k_cache": pages, "block_table": plan.block_table, "cache_seqlens": kv_lens, **self._fixed}
-        # Of several tokens each, the builds that take `out` want another shape than they document.
-        if self._provider.takes_out and plan.qo_len == 1 and _is_aligned(out):
-            result, lse = self._provider.decode(q.unsqueeze(1), metadata, out=out.unsqueeze(1), **fixed)
-        else:
-            parts = q.view(kv_lens.shape[0], plan.qo_len, *q.shape[1:])
-            result, lse = self._provider.decode(parts, metadata, **fixed)
-            out.copy_(result.flatten(0, 1))
-        if not spec.return_lse:
-            return None
+        result, lse = self._provider.decode(
+            q.view(-1, plan.qo_len, num_heads, head_dim),
+            plan.metadata_of(kv.k.data_ptr()),
+            k_cache=self._views.of(kv),
+            block_table=plan.block_table,
+            cache_seqlens=plan.kv_lens,
+            **self._fixed,
+        )
+        result = result.view(num_tokens, num_heads, self._vo_head_dim)
+        if not self._returns_lse:
+            return result, None
         # [num_seqs, num_qo_heads, qo_len], and +inf for a row that sees nothing
         lse = lse.transpose(1, 2).flatten(0, 1)
-        return lse.nan_to_num(nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
+        return result, lse.nan_to_num(nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether every row begins at such an address."""
-    if x.is_contiguous():  # with rows of 512 or 576 elements
-        return x.data_ptr() % _ALIGNMENT_BYTES == 0
-    strides = (stride * x.element_size() for stride in x.stride()[:-1])
-    return not any(place % _ALIGNMENT_BYTES for place in (x.data_ptr(), *strides))
+    """Whether every row of [num_tokens, num_qo_heads, head_dim] begins at such an address."""
+    token, head, _ = x.stride()
+    return not (x.data_ptr() | (token | head) * x.element_size()) % _ALIGNMENT_BYTES

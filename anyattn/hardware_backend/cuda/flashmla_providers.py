@@ -43,16 +43,15 @@ class Provider(ABC):
 
     precomputes: whether `new_metadata` computes it there and then, as a pair of int32 tensors whose shapes follow from
         the number of sequences and `num_rows`. Otherwise it is an object that the first `decode` fills, on the device.
-    takes_out: whether `decode` can be told where to write.
     sparse_arguments: what `decode_sparse` passes besides; None where there is no sparse decode.
     """
 
     precomputes: ClassVar[bool]
     sparse_arguments: ClassVar[dict[str, Any] | None] = None
 
-    def __init__(self, module: Any, decode: inspect.Signature) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
-        self.takes_out = "out" in decode.parameters
+        self._decode = module.flash_mla_with_kvcache
 
     @abstractmethod
     def new_metadata(self, kv_lens: torch.Tensor, num_rows: int) -> Any:
@@ -64,12 +63,10 @@ class Provider(ABC):
     def decode(self, q: torch.Tensor, metadata: Any, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [num_seqs, qo_len, num_qo_heads, 512], and LSE [num_seqs, num_qo_heads, qo_len], float32, natural log.
 
-        q: [num_seqs, qo_len, num_qo_heads, 576]. metadata: from `new_metadata`. arguments: the others of `_DECODE`, and
-        where it `takes_out`, out. A row that sees nothing gives output 0 and LSE +inf.
+        q: [num_seqs, qo_len, num_qo_heads, 576]. metadata: from `new_metadata`. arguments: the others of
+        `_DECODE`. A row that sees nothing gives output 0 and LSE +inf.
         """
-        result: tuple[torch.Tensor, torch.Tensor] = self._module.flash_mla_with_kvcache(
-            q=q, **self._of_metadata(metadata), **arguments
-        )
+        result: tuple[torch.Tensor, torch.Tensor] = self._decode(q=q, **self._of_metadata(metadata), **arguments)
         return result
 
     def _of_metadata(self, metadata: Any) -> dict[str, Any]:
@@ -95,7 +92,7 @@ class Provider(ABC):
         uint8. indices: [num_rows, 1, topk], int32, slots, -1 for none. attn_sink: [num_qo_heads], float32, which counts
         in the output alone. A row of none gives output 0 and LSE +inf.
         """
-        result: tuple[torch.Tensor, torch.Tensor] = self._module.flash_mla_with_kvcache(
+        result: tuple[torch.Tensor, torch.Tensor] = self._decode(
             q=q,
             k_cache=k_cache,
             block_table=None,
@@ -149,8 +146,8 @@ class TwoTensors(Provider):
     )
     precomputes = True
 
-    def __init__(self, module: Any, decode: inspect.Signature, names: tuple[str, ...]) -> None:
-        super().__init__(module, decode)
+    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
+        super().__init__(module)
         self._names = names
 
     def new_metadata(self, kv_lens: torch.Tensor, num_rows: int) -> Any:
@@ -210,16 +207,16 @@ def _provider_of(module: Any) -> Provider:
             raise ContractError("it was built without its legacy kernels, which these decodes are among")
         if not _takes(inspect.signature(module.get_mla_decoding_metadata), Legacy.PRECOMPUTE):
             raise unknown
-        return Legacy(module, decode)
+        return Legacy(module)
     if (fp8 := decode.parameters.get("is_fp8_kvcache")) is not None and fp8.default is True:
         raise ContractError("it has sparse decode alone, of other rows, as upstream since its release of 2026-09-30")
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if all(each.kind in variadic for each in metadata.parameters.values()):
-        return SelfFilling(module, decode)
+        return SelfFilling(module)
     names = next((names for names in TwoTensors.PRECOMPUTE if _takes(metadata, names)), None)
     if names is None:
         raise unknown
-    return TwoTensors(module, decode, names)
+    return TwoTensors(module, names)
 
 
 def _takes(signature: inspect.Signature, names: tuple[str, ...]) -> bool:

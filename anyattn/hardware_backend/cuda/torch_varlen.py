@@ -41,6 +41,7 @@ class TorchVarlenBackend(AttentionBackend):
         sliding_window=True,
         sinks=True,
         lse=True,
+        allocates_out=True,
         contiguous_q=True,
         priority=8,  # behind what has run on such hardware, and comes with torch as this does
         contract_tested_on=frozenset({"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120"}),
@@ -54,11 +55,11 @@ class TorchVarlenBackend(AttentionBackend):
         q: torch.Tensor,
         kv: LayerKV,
         plan: Any,
-        out: torch.Tensor,
+        out: None,
         *,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         spec, batch = self.spec, plan
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         result, lse = varlen.varlen_attn(
@@ -76,8 +77,7 @@ class TorchVarlenBackend(AttentionBackend):
             seqused_k=batch.kv_lens,
             block_table=batch.block_table,
         )
-        out.copy_(result)
         lse = lse.T  # [num_qo_heads, num_tokens], whatever its documentation says
         if sinks is not None:
-            join_sinks(out, lse, sinks)
-        return lse if spec.return_lse else None
+            join_sinks(result, lse, sinks)
+        return result, lse if spec.return_lse else None

@@ -152,12 +152,9 @@ def _kv_cache_as_it_is(backend: type[AttentionBackend], case: Case, device: Plat
 
 def _run_backend(rt: AttentionRuntime, work: _Work, per_head: PerHead) -> None:
     """What the runtime's `run` does after it has stored."""
-    (step,), spec = filter(None, work.plan.steps), rt.layer_specs[0]
+    (step,) = filter(None, work.plan.steps)
     q = part_of_fused(work.step.q, rt.device, gap=float("nan"))
-    if step.backend.capabilities.contiguous_q:
-        q = q.contiguous()
-    out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.vo_head_dim)
-    step.backend.run(q, layer_kv(rt, 0), step.plan, out, **_per_head_on(rt, per_head), **_slots_on(rt, work))
+    step.run(q, layer_kv(rt, 0), **_per_head_on(rt, per_head), **_slots_on(rt, work))
 
 
 def _per_head_on(rt: AttentionRuntime, per_head: PerHead) -> dict[str, torch.Tensor | None]:
@@ -212,11 +209,10 @@ def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Pla
         given |= {f"tree mask {i}": mask for i, mask in enumerate(batch.tree_masks or ()) if mask is not None}
         before = {name: values.clone() for name, values in given.items()}
         contiguous = step.backend.capabilities.contiguous_q
-        out = q.new_empty(q.shape[0], case.spec.num_qo_heads, case.spec.vo_head_dim)
         if contiguous:
             q = given["q"] = q.contiguous()
             before["q"] = q.clone()
-        step.backend.run(q, layer_kv(rt, 0), step.plan, out, **per_head, **slots)
+        step.run(q, layer_kv(rt, 0), **per_head, **slots)
         for name, values in given.items():
             if not torch.equal(values, before[name]):
                 raise CheckFailedError(
