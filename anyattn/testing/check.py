@@ -21,7 +21,10 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """error, allowed: the largest error against float64 in units of what is allowed there, both absolute."""
+    """error, allowed: the largest error against float64 in units of what is allowed there, both absolute.
+
+    What is allowed may be more than is said where the error is far within it: see `numerics.expectation.judge`.
+    """
 
     error: float
     allowed: float

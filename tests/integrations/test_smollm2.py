@@ -3,7 +3,7 @@
 All in float32 on the CPU: sums in another order then differ by about 1e-5 in the logits, far less than the best
 token's lead at any step of these prompts.
 
-The tests of batches hold all eight prompts; one by one there are the shortest, the longest and a question.
+The tests of batches hold all eight prompts; one by one there are the shortest and the longest.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from anyattn.integrations.transformers.scheduler import Scheduler  # noqa: E402
 pytestmark = pytest.mark.slow  # the first takes half a minute to load the model
 
 NEW_TOKENS = 16  # as in conftest.py
-ALONE = (1, 4, 7)
+ALONE = (4, 7)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_alone_without_a_cache(model, prompts, sdpa_tokens, no_stop):
     assert generate(model, [prompts[4]], no_stop, use_cache=False) == [sdpa_tokens[4]]
 
 
-@pytest.mark.parametrize(("index", "page_size"), [(2, 16), (4, 64), (7, 1)])
+@pytest.mark.parametrize(("index", "page_size"), [(4, 64), (7, 1)])
 def test_alone_with_a_paged_cache(model, prompts, sdpa_tokens, no_stop, index, page_size):
     cache = PagedCache(model, num_pages=256 // page_size, page_size=page_size)
     assert generate(model, [prompts[index]], no_stop, **{cache_keyword(model): cache}) == [sdpa_tokens[index]]
@@ -81,7 +81,7 @@ def test_together_through_the_paged_generator(smollm2, prompts, sdpa_tokens, no_
     assert {result.finish_reason for result in results} == {"length"}
 
 
-@pytest.mark.parametrize(("backend", "page_size"), [("torch_native", 1), ("torch_native", 64), ("reference", 16)])
+@pytest.mark.parametrize(("backend", "page_size"), [("torch_native", 1), ("reference", 64)])
 def test_with_prompts_computed_in_chunks_beside_the_others_decodes(
     smollm2, prompts, sdpa_tokens, no_stop, backend, page_size
 ):

@@ -326,4 +326,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestMemoryMachine.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)

@@ -495,7 +495,7 @@ def test_a_long_life_is_as_the_model_says(windows, tier_pages):
         lambda: machine.evict_some(draw.randint(0, 6), draw.randint(0, 2)): 2,
         lambda: machine.clear(draw.random() < 0.5, draw.randint(0, 9)): 1,
     }
-    for step in draw.choices(list(steps), list(steps.values()), k=800):
+    for step in draw.choices(list(steps), list(steps.values()), k=400):
         if not machine.seqs:
             machine.start_a_sequence(**how())
         if machine.seqs:

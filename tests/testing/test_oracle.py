@@ -1,5 +1,6 @@
 """What is right, how far off a result may be, and what is said about one that is wrong."""
 
+import collections
 import math
 import secrets
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from anyattn import AttentionSpec
 from anyattn.attention.reference import reference_attention
 from anyattn.testing.check import CheckFailedError
+from anyattn.testing.numerics import expectation
 from anyattn.testing.numerics.attending import ORDERS, attend_exactly, attend_plainly, round_q
 from anyattn.testing.numerics.expectation import judge
 from anyattn.testing.numerics.inputs import PerHead, Step, at_odd_strides, part_of_fused
@@ -130,6 +132,50 @@ def test_what_lies_within_twice_the_largest_error_of_all_rows_is_right():
             out[1, 2, 3] += factor * most * steps[-1].spread.out[1, 2]
 
         assert bool(judge(changed(steps, spec, change), steps).failure) != is_right
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_sample_allows_no_more_than_all(spec):
+    steps, _ = expected_of(spec.replace(return_lse=True), secrets.randbelow(1 << 31))
+    for each in steps:
+        for part in (0, 1):
+            assert 0 <= each.sampled_error[part] <= each.plain_error[part]
+
+
+def counted(monkeypatch):
+    """How often the plain computation was attended, by order."""
+    orders = collections.Counter()
+
+    def attend(rows, order):
+        orders[order] += 1
+        return attend_plainly(rows, order)
+
+    monkeypatch.setattr(expectation, "attend_plainly", attend)
+    return orders
+
+
+def test_what_is_well_within_what_a_sample_allows_is_judged_by_it(monkeypatch):
+    spec = AttentionSpec(**GQA, dtype="float32")
+    steps, _ = expected_of(spec, secrets.randbelow(1 << 31))
+    orders = counted(monkeypatch)
+    assert not judge(exact_results(spec, steps), steps).failure
+    assert orders == {ORDERS[0]: len(steps)}
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 1e6])
+def test_what_is_not_well_within_what_a_sample_allows_is_judged_by_all(monkeypatch, factor):
+    spec = AttentionSpec(**GQA, dtype="float32")
+    steps, _ = expected_of(spec, secrets.randbelow(1 << 31))
+    sampled = max(each.sampled_error[0] for each in steps)
+
+    def change(out, lse):
+        out[1, 2, 3] += factor * (2 * sampled * steps[-1].spread.out[1, 2] + 5 * out[1, 2].abs().max() * 2**-23)
+
+    got = changed(steps, spec, change)
+    orders = counted(monkeypatch)
+    verdict = judge(got, steps)
+    assert set(orders) >= set(ORDERS)
+    assert verdict == judge(got, [replace(each, sampled_error=each.plain_error) for each in steps])
 
 
 @pytest.mark.parametrize(

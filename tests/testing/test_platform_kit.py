@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -12,6 +13,8 @@ from anyattn.plugins.records import Offer
 from anyattn.testing.check import CannotRunError
 from anyattn.testing.contract import platforms
 from anyattn.testing.target import Target, find_targets
+
+pytestmark = pytest.mark.usefixtures("one_look_at_each_import")
 
 BUILTIN = PluginManager(entry_points=())
 LIMIT_S = 30.0  # for probes that end: enough for a loaded machine
@@ -222,6 +225,9 @@ def probe(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def target(name):
+        if name == "starts_torch":  # the real one takes seconds in each of the processes that ask the probe
+            (tmp_path / "torch.py").touch()
+            monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch") or ModuleType("torch"))
         place = f"kit_probes:{name}"
         offer = Offer(name="tpu", target=place, plugin="tpus", distribution="tpus")
         return Target(kind="platform", name="tpu", place=place, loaded=offer.load(), offer=offer)

@@ -20,6 +20,10 @@ CPU = discovery.usable_device("cpu")
 
 BACKENDS = """
 import dataclasses, os, signal, sys, time
+
+if os.environ.get("UNDECLARED_PARENT", str(os.getpid())) != str(os.getpid()):
+    raise ImportError("not in another process")
+
 import torch
 from anyattn.attention.reference import ReferenceBackend
 
@@ -67,10 +71,6 @@ def local():
         pass
 
     return Local
-
-
-if os.environ.get("UNDECLARED_PARENT", str(os.getpid())) != str(os.getpid()):
-    raise ImportError("not in another process")
 """
 
 
@@ -149,7 +149,10 @@ class Undeterministic(TorchNativeBackend):
 
     features = ("any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "deterministic")
     capabilities = dataclasses.replace(
-        TorchNativeBackend.capabilities, kv_dtypes=frozenset(), **dict.fromkeys(features, False)
+        TorchNativeBackend.capabilities,
+        dtypes=frozenset({"bfloat16"}),
+        kv_dtypes=frozenset(),
+        **dict.fromkeys(features, False),
     )
 
 

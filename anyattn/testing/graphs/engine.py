@@ -16,6 +16,7 @@ from anyattn.platforms.base import Platform
 from anyattn.testing.check import Measured
 from anyattn.testing.numerics.cases import Case
 from anyattn.testing.numerics.driver import PerHead, Step, build_runtime, run_step, set_scales
+from anyattn.testing.numerics.expectation import LargestError
 from anyattn.testing.numerics.oracle import Expected, Oracle, compare
 from anyattn.types import GraphLevel
 
@@ -105,10 +106,11 @@ class Engine:
 
         Raises CheckFailedError for the first that is off, which is where something went wrong.
         """
-        plain = [max(expected.plain_error[part] for _, expected in self._judged) for part in (0, 1)]
+        plain = LargestError(of=[expected.plain_error for _, expected in self._judged])
+        sampled = LargestError(of=[expected.sampled_error for _, expected in self._judged])
         worst = Measured(error=0.0, allowed=1.0)
         for result, expected in self._judged:
-            measured = compare([result], [replace(expected, plain_error=(plain[0], plain[1]))])
+            measured = compare([result], [replace(expected, sampled_error=sampled, plain_error=plain)])
             if measured.error / measured.allowed > worst.error / worst.allowed:
                 worst = measured
         return worst

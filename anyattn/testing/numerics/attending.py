@@ -117,37 +117,54 @@ def round_q(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
 
 
 def attend_exactly(rows: Rows) -> tuple[Attended, Spread]:
-    """In float64, with nothing rounded."""
-    scores, v = _scores_and_values(rows, rows.q, torch.float64, Order(shuffle=0, split=False))
-    lse = torch.logsumexp(scores, dim=-1)
-    total = lse if rows.sinks is None else torch.logaddexp(lse, _of_heads(rows, rows.sinks))
-    probs = _exp_of_difference(scores, total)
-    out = probs.flatten(1, 2) @ v
-    exact = Attended(_tokens_first(out.view(*lse.shape, v.shape[-1])), _tokens_first(lse))
-    of_keys = probs if rows.sinks is None else _exp_of_difference(scores, lse)
-    return exact, Spread(*map(_tokens_first, (*_spread(rows, scores, v, probs, of_keys, out), total)))
+    """In float64, with nothing rounded.
 
-
-def _spread(
-    rows: Rows,
-    scores: torch.Tensor,
-    v: torch.Tensor,
-    probs: torch.Tensor,
-    of_keys: torch.Tensor,
-    out: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of output and LSE, all as within `attend_exactly`; of_keys: probabilities without sinks.
-
-    A key's score moves the output by its weight times its value less the output.
+    A key's score moves the output by its weight times its value less the output. Weights here leave the sinks out:
+    what these take is one factor for a row. Tensors are changed in place where they can be, as at these sizes the
+    memory of new ones costs more than what is computed.
     """
-    products = _grouped(rows, rows.q.double().square()) @ rows.k.square().permute(1, 2, 0)
-    of_score = products.view(scores.shape) * rows.spec.scale**2 + scores.masked_fill(~rows.seen, 0.0).square()
-    by_weight = probs.square().flatten(1, 2)
-    by_score = (probs.square() * of_score).flatten(1, 2)
-    moved = by_score @ v.square() - 2 * out * (by_score @ v) + out.square() * by_score.sum(dim=-1, keepdim=True)
-    of_out = (moved.clamp(min=0.0) + by_weight @ v.square()).amax(dim=-1).sqrt()
-    of_lse = (of_keys.square() * (1.0 + of_score)).sum(dim=-1).sqrt()
-    return of_out.view(of_lse.shape), of_lse
+    spec, (num_new, num_tokens) = rows.spec, rows.seen.shape
+    heads, group = spec.num_kv_heads, spec.group_size
+    if not num_new:
+        none = rows.k.new_empty(0, spec.num_qo_heads)
+        return Attended(rows.k.new_empty(0, spec.num_qo_heads, spec.vo_head_dim), none), Spread(none, none, none)
+    q = rows.q.double().view(num_new, heads, group, spec.head_dim).transpose(0, 1).flatten(1, 2)
+    k, v, shape = rows.k.transpose(0, 1), rows.v.transpose(0, 1), (heads, num_new, group)
+    scores = (q @ k.mT).mul_(spec.scale).view(*shape, num_tokens)
+    if spec.logits_soft_cap is not None:
+        scores = scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
+    if rows.alibi_slopes is not None:
+        distance = torch.arange(num_tokens) - torch.arange(rows.num_before, num_tokens)[:, None]
+        scores.addcmul_(_of_heads(rows, rows.alibi_slopes)[:, None], distance[:, None].double())
+    of_score = (q.square() @ k.square().mT).mul_(spec.scale**2).view(scores.shape).addcmul_(scores, scores)
+
+    scores.masked_fill_(~rows.seen[:, None], float("-inf"))
+    highest = scores.amax(dim=-1, keepdim=True)
+    highest.masked_fill_(highest.isneginf(), 0.0)
+    probs = scores.sub_(highest).exp_()
+    summed = probs.sum(dim=-1, keepdim=True)
+    lse = summed.log().add_(highest)
+    probs.div_(summed.masked_fill_(summed == 0.0, 1.0))
+    out = (probs.flatten(1, 2) @ v).view(*shape, -1)
+    total, of_keys = lse, None
+    if rows.sinks is not None:
+        total = torch.logaddexp(lse, _of_heads(rows, rows.sinks)[:, None])
+        of_keys = (lse - total).exp_()
+        out.mul_(of_keys)
+
+    by_weight = probs.square_()
+    by_score = of_score.mul_(by_weight)
+    by_both = by_weight.add_(by_score)
+    of_lse = by_both.sum(dim=-1, keepdim=True).sqrt_()
+    moved = (by_score.flatten(1, 2) @ v).view(out.shape).mul_(-2.0)
+    moved.addcmul_(out, by_score.sum(dim=-1, keepdim=True)).mul_(out)
+    moved.add_((by_both.flatten(1, 2) @ v.square()).view(out.shape))
+    of_out = moved.amax(dim=-1, keepdim=True).clamp_(min=0.0).sqrt_()
+    if of_keys is not None:
+        of_out.mul_(of_keys)
+
+    out, lse, of_out, of_lse, total = (x.transpose(0, 1).flatten(1, 2) for x in (out, lse, of_out, of_lse, total))
+    return Attended(out, lse[..., 0]), Spread(of_out[..., 0], of_lse[..., 0], total[..., 0])
 
 
 def attend_plainly(rows: Rows, order: Order) -> Attended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -16,18 +17,29 @@ from anyattn.testing.numerics.inputs import PerHead, Step
 from anyattn.testing.numerics.oracle import Oracle, compare
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Driven:
     """What a case's steps took and gave, step by step, of each all layers.
 
     per_head: of each layer. before: what was stored before the first step, of each layer; none where nothing was.
+    oracles: of each layer, with that.
     """
 
     steps: list[Step]
     got: list[Results]
-    expected: list[Expected]
     per_head: list[PerHead]
     before: list[Step]
+    oracles: list[Oracle]
+
+    @cached_property
+    def expected(self) -> list[Expected]:
+        """What each step must give, attended when it is first asked for: of bits that are compared, it never is."""
+        expected, num_layers = [], len(self.oracles)
+        for i, step in enumerate(self.steps):
+            number, layer = divmod(i, num_layers)
+            name = f"step {number}" + (f", layer {layer}" if num_layers > 1 else "")
+            expected.append(self.oracles[layer].expect(step, self.per_head[layer], name=name))
+        return expected
 
 
 def drive_and_judge(
@@ -59,7 +71,7 @@ def drive(
     oracles = [Oracle(spec, case.num_seqs, *scales[layer], page_size=case.page_size) for layer in layers]
     drawn_sinks = {"extreme_sinks": case.extreme_sinks, "narrow_sinks": case.narrow_sinks}
     per_head = [PerHead.draw(spec, generator, **drawn_sinks) for _ in layers]
-    driven = Driven(steps=[], got=[], expected=[], per_head=per_head, before=[])
+    driven = Driven(steps=[], got=[], per_head=per_head, before=[], oracles=oracles)
     seqs = rt.new_sequences(case.num_seqs)
     if case.stored_before is not None:
         batch = rt.extend(seqs, case.stored_before)
@@ -69,7 +81,7 @@ def drive(
             driven.before.append(step)
             for i, rows in enumerate(step.rows):
                 oracles[layer].append(i, step.k[rows], step.v[rows])
-    for number, counts in enumerate(case.steps):
+    for counts in case.steps:
         drawn = [
             Step.draw(spec, counts, generator, trees=case.trees, query_scale=case.query_scale) for _ in layers
         ]
@@ -77,11 +89,9 @@ def drive(
         plan = rt.plan(batch)
         for layer, each in enumerate(drawn):
             step = replace(each, tree_masks=drawn[0].tree_masks)
-            name = f"step {number}" + (f", layer {layer}" if case.num_layers > 1 else "")
             got = run_step(rt, step, plan, per_head[layer], layer, odd_strides=case.odd_strides, poison=poison)
             driven.steps.append(step)
             driven.got.append(got)
-            driven.expected.append(oracles[layer].expect(step, per_head[layer], name=name))
     rt.free(seqs)
     rt.table.check()
     return driven

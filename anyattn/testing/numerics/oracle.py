@@ -46,6 +46,8 @@ class Oracle:
 
     def append(self, i: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens of the i-th sequence."""
+        if not k.shape[0]:
+            return
         if self.spec.topk is not None:
             self.k[i] = torch.cat([self.k[i], _sparse_rows(k, self.spec.vo_head_dim).double()])
             self.v[i] = self.k[i][..., : self.spec.vo_head_dim]
