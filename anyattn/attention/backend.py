@@ -57,7 +57,8 @@ class AttentionBackend(ABC):
         q: [num_tokens, num_qo_heads, head_dim], spec.dtype; strided, unless `capabilities.contiguous_q`, but its last
             dimension is contiguous.
         out: [num_tokens, num_qo_heads, vo_head_dim], spec.dtype, contiguous; written here. 0 for a row that sees
-            nothing. With `capabilities.allocates_out` None: such a tensor is then returned, before the LSE.
+            nothing. With `capabilities.allocates_out` None: such a tensor, a new one each time, is then returned, in a
+            pair with the LSE or None.
         sinks: [num_qo_heads], float32 or bfloat16, as the engine has them; alibi_slopes: [num_qo_heads], float32. Given
             when and only when the spec asks for them.
         indices: [num_tokens, spec.topk], int32, contiguous, for each token the slots of the keys that it sees, in any

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anyattn.types import TYPICAL_LOAD, GraphLevel, Load
+from anyattn.errors import ContractError
+from anyattn.lazy import lazy_import
+from anyattn.types import TYPICAL_LOAD, GraphLevel, Load, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from anyattn.attention.batch import Batch
     from anyattn.attention.selection import Selection
     from anyattn.mem_cache.base import LayerKV
+else:
+    torch = lazy_import("torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,17 +35,41 @@ class PlannedStep:
         """Output and LSE of the backend, which gets q and out in the form that it asks for.
 
         out: where to write; None where the output may be a new tensor. more: what else the backend's `run` takes.
+
+        Raises ContractError for what a backend that declares `allocates_out` returns in another form.
         """
         backend = self.backend
         declared = backend.capabilities
         if not q.is_contiguous() and (declared.contiguous_q or q.stride(-1) != 1):
             q = q.contiguous()
-        if declared.allocates_out:
-            result, lse = backend.run(q, kv, self.plan, None, **more)  # type: ignore[misc]
-            return (result, lse) if out is None else (out.copy_(result), lse)
-        if out is None:
-            out = q.new_empty((q.shape[0], q.shape[1], backend.spec.vo_head_dim))
-        return out, backend.run(q, kv, self.plan, out, **more)  # type: ignore[return-value]
+        if not declared.allocates_out:
+            if out is None:
+                out = q.new_empty((q.shape[0], q.shape[1], backend.spec.vo_head_dim))
+            return out, backend.run(q, kv, self.plan, out, **more)  # type: ignore[return-value]
+        returned = backend.run(q, kv, self.plan, None, **more)
+        shape = (q.shape[0], q.shape[1], backend.spec.vo_head_dim)
+        if type(returned) is not tuple or len(returned) != 2 or not _is_output(returned[0], shape, q.dtype):
+            raise ContractError(
+                f"{type(backend).__name__} declares allocates_out, so that its run must return a contiguous output "
+                f"{list(shape)} of {dtype_name(q.dtype)} and the LSE or None, not {_described(returned)}: declare "
+                "allocates_out=False where it writes to out."
+            )
+        return returned if out is None else (out.copy_(returned[0]), returned[1])
+
+
+def _is_output(result: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if not isinstance(result, torch.Tensor) or result.dtype is not dtype or result.shape != shape:
+        return False
+    return result.is_contiguous()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        packed = "" if value.is_contiguous() else " that is not contiguous"
+        return f"a tensor {list(value.shape)} of {dtype_name(value.dtype)}{packed}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    return "None" if value is None else type(value).__name__
 
 
 class HybridBackend:

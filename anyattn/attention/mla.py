@@ -45,7 +45,8 @@ _LEAST_PAIRS = 6000
 """Fewer pairs of a new token and a key than these are not worth the launches that expansion takes beside absorption."""
 _MOVED, _MERGED = 200, 9000
 """Products that take as long as to write and read an element that either way makes, and as to merge an element of two
-pieces' outputs. Fitted to benchmarks/nvidia_mla.py on an H200, where products are cheap beside memory."""
+pieces' outputs. Fitted to benchmarks/nvidia_mla.py on an H200, where products are cheap beside memory; other devices
+have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +76,10 @@ class _Pass:
     page_size: int
     num_pages: int
     rows: torch.Tensor | None
+
+    @property
+    def wants_contiguous_q(self) -> bool:
+        return self.step.backend.capabilities.contiguous_q
 
     def run(
         self, q: torch.Tensor, kv: LayerKV, bound: UpProjections, out: torch.Tensor | None = None
@@ -172,6 +177,8 @@ def _run_absorbed(
 def _run_expanded(
     q: torch.Tensor, kv: LayerKV, passes: tuple[_Pass, ...], bound: UpProjections, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if not q.is_contiguous() and any(each.wants_contiguous_q or q.stride(-1) != 1 for each in passes):
+        q = q.contiguous()  # once for all of them
     last, *before = passes
     out, lse = last.run(q, kv, bound, out)
     for each in before:

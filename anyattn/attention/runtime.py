@@ -107,7 +107,8 @@ class _Layer:
                 out.shape == (num_tokens, *self.out)
                 and out.dtype is self.dtype
                 and out.device == self.device
-                and out.is_contiguous()  # which no sparse tensor is
+                and out.layout is self.strided
+                and out.is_contiguous()
                 and not out.requires_grad
             )
         except AttributeError:
@@ -178,8 +179,8 @@ class AttentionRuntime:
             for number in range(len(self.pools))
         ]
         for pool, zeroes in zip(self.pools, self._zeroes_tails, strict=True):
-            if zeroes and pool.layers:
-                _ = pool.tail_zeroer  # now, as the copy of its table to the device would be a sync in a step
+            if zeroes:
+                _ = pool.tail_zeroer  # now, as it compiles, and copies its table to the device
 
     def _new_layer(self, number: int, group: int) -> _Layer:
         spec = self.layer_specs[number]

@@ -389,11 +389,19 @@ class KVPool(ABC):
     def zero_tails(self, pages: Int64s, used: Int64s) -> None:
         """Zeroes, in all layers, what lies behind the first tokens of some pages, without a host sync.
 
-        pages: [n], int64, pages that one sequence each may write to. used: [n], int64, tokens of each that stay.
-        Raises ContractError for layouts other than NHD and HND.
+        pages: [n], int64, pages that one sequence each may write to. used: [n], int64, tokens of each that stay, at
+            least one.
+        Raises ContractError for pages and numbers of tokens that there are not, and where a page's last tokens do not
+        lie together: in layouts other than NHD and HND.
         """
-        if pages.size and self.layers:
-            self.tail_zeroer(pages, used)
+        if not (pages.size and self.layers):
+            return
+        if pages.min() < 1 or pages.max() > self.num_pages or used.min() < 1 or used.max() > self.cache.page_size:
+            raise ContractError(
+                f"zero_tails takes pages 1 to {self.num_pages} of which 1 to {self.cache.page_size} tokens stay, not "
+                f"pages {pages.min()} to {pages.max()} of {used.min()} to {used.max()}."
+            )
+        self.tail_zeroer(pages, used)
 
     @property
     def tail_zeroer(self) -> TailZeroer:

@@ -84,6 +84,7 @@ class PageTable:
         Raises ContractError for a freed or repeated sequence or a negative count, OutOfPagesError when the pages
         do not suffice; table and free lists are then as before. A shared partial last page is replaced by one of the
         sequence's own: what to copy is in the view (`StepView.copies`), and has to be done before anything is stored.
+        So has what some kernels want zeroed (`StepView.tails`); it is named in no later step again.
         """
         rows, prefix_lens, have, last_slots = self._state(seqs)
         new = _counts(num_new_tokens, rows.size) if rows.size else np.zeros(0, dtype=np.int64)
@@ -184,7 +185,8 @@ class PageTable:
         for first in self._first_columns:
             first[rows[kept == 0]] = 0
         self._shortened[rows] = self.version + 1
-        self._stale[rows] = self._some_stale = True
+        self._stale[rows] |= (kept < present) & (kept % self.page_size != 0)
+        self._some_stale = bool(self._stale.any())
         self.num_frees += 1
         self._changed()
 

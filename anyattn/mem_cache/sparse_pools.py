@@ -17,6 +17,7 @@ from anyattn.mem_cache.spec import DSA_ROW_BYTES, DSA_V_HEAD_DIM, INDEX_SCALE_BY
 if TYPE_CHECKING:
     import torch
 
+    from anyattn.mem_cache.indices import Int64s
     from anyattn.mem_cache.spec import CacheSpec
 else:
     torch = lazy_import("torch")
@@ -101,6 +102,9 @@ class IndexKPool(_RowPool):
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
         store_rows(k, None, self._targets[layer], slots, self.cache.page_size)
+
+    def zero_tails(self, pages: Int64s, used: Int64s) -> None:
+        raise ContractError("pages of indexer keys have no tails to zero: a token's key and scale do not lie together.")
 
 
 def _index_fields(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

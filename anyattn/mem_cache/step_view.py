@@ -62,8 +62,9 @@ class StepView:
     last_slots: [num_seqs], slot of each sequence's last token; 0 where it has none.
     one_each: whether every sequence has just one new token.
     copies: what copy-on-write asks for, for each pool.
-    tails: which sequences' last pages may hold what others left behind the end, as these pages are new, or hold what
-        the sequence itself was shortened by; None for none.
+    tails: [n], int64, places in the batch of sequences whose last page may hold stale data behind the end: what an
+        earlier owner left, as the page is new or restored, or what the sequence itself was shortened by. None where no
+        sequence was looked for.
     """
 
     table: PageTable

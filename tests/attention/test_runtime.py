@@ -63,6 +63,15 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(rt, name
     assert unchanged(rt, before)
 
 
+@pytest.mark.parametrize("made", ["to_sparse", "to_sparse_csr", "to_mkldnn", "double", "tolist"])
+def test_an_out_that_cannot_be_written_to_is_refused_before_anything_is_stored(rt, made):
+    plan = rt.plan(rt.extend(rt.new_sequences(1), [3]))
+    before = bytes_of(rt)
+    with pytest.raises(ContractError, match="out must be"):
+        rt.run(0, *inputs(3), plan, out=getattr(torch.zeros(3, 4, 16), made)())
+    assert unchanged(rt, before)
+
+
 def test_strided_tensors_give_what_contiguous_ones_give(rt):
     q, k, v = inputs(5)
     plan = rt.plan(rt.extend(rt.new_sequences(1), [5]))

@@ -319,6 +319,35 @@ def test_a_step_names_the_last_pages_in_which_others_may_have_left_something():
     assert table.extend([fresh], [0]).tails is None
 
 
+def test_what_was_cut_off_is_remembered_while_the_table_grows_and_what_was_not_is_not():
+    table = new_table(num_pages=16, page_size=4)
+    first, second, third = table.new_sequences(3)
+    table.extend([first, second, third], [7, 8, 6])
+    table.truncate([first, second, third], [5, 4, 6])  # the second's page is full, the third loses nothing
+    table.new_sequences(100)
+    assert table.extend([second, third], [0, 1]).tails is not None
+    assert table.extend([first, second], [1, 0]).tail_pages(0)[0].tolist() == [table.pages(first)[1]]
+    assert not table._some_stale
+
+
+def test_nothing_is_known_of_a_restored_sequence_s_last_page():
+    table = new_table(num_pages=8, page_size=4)
+    seq = table.restore_sequence(table.take(2), 6)
+    assert table.extend([seq], [0]).tail_pages(0)[0].size == 0
+    pages, used = table.extend([seq], [1]).tail_pages(0)
+    assert (pages.tolist(), used.tolist()) == ([table.pages(seq)[1]], [7 - 4])
+
+
+def test_a_refused_step_forgets_nothing_of_what_was_cut_off():
+    table = new_table(num_pages=4, page_size=4)
+    (seq,) = table.new_sequences(1)
+    table.extend([seq], [7])
+    table.truncate([seq], [5])
+    with pytest.raises(OutOfPagesError):
+        table.extend([seq], [100])
+    assert table.extend([seq], [1]).tail_pages(0)[1].tolist() == [2]
+
+
 @pytest.mark.parametrize(("kept", "message"), [([6], "here has 6 tokens"), ([-1], "negative"), ([1, 2], "one number")])
 def test_lengths_that_truncate_cannot_give_are_refused_and_change_nothing(kept, message):
     table = new_table()

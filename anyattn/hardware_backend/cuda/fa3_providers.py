@@ -6,7 +6,8 @@ Their kernels are the same; the functions around them differ in names, and in wh
 - vLLM's build: `flash_attn_varlen_func`, which is told.
 
 All of them read keys and values whole tiles at a time, by the tensor memory accelerator, where a page holds whole
-tiles; what lies behind a sequence's end is then multiplied by 0 rather than left out.
+tiles; what lies behind a sequence's end is then multiplied by 0 rather than left out, and `needs_finite_tails` in the
+backend's declaration has it made finite.
 """
 
 from __future__ import annotations

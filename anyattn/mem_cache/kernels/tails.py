@@ -15,12 +15,14 @@ from anyattn.mem_cache.layouts import as_bytes
 from anyattn.types import KV_LAYOUTS
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from anyattn.mem_cache.base import LayerKV
     from anyattn.mem_cache.indices import Int64s
     from anyattn.mem_cache.kernels.tails_triton import TritonZeroer
 else:
+    np = lazy_import("numpy")
     torch = lazy_import("torch")
 
 
@@ -44,6 +46,7 @@ class TailZeroer:
             from anyattn.mem_cache.kernels.tails_triton import TritonZeroer
 
             self._triton = TritonZeroer(self._parts)
+            self(np.zeros(1, dtype=np.int64), np.full(1, self._page_size))  # compiles, and writes nothing
 
     def __call__(self, pages: Int64s, used: Int64s) -> None:
         """pages, used: [n]; see `KVPool.zero_tails`."""

@@ -48,7 +48,8 @@ def zero_tails_kernel(chunks, num_chunks, pages, used, VECTOR: tl.constexpr, CHU
 class TritonZeroer:
     """The chunks of a pool's layers, on the device, and what launches the kernel on them.
 
-    parts: each [num_pages, page_size, num_kv_heads, dim], in order NHD or HND, kept alive by their owner.
+    parts: each [num_pages, page_size, num_kv_heads, dim], in order NHD or HND and packed within a page, kept alive by
+        their owner.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:

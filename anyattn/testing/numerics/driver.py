@@ -267,4 +267,5 @@ def run_step(
         indices=indices_on(rt, step, plan.batch),
         out=out[1 : tokens + 1],
     )
-    return tuple(part.cpu() for part in result) if spec.return_lse else (result.cpu(),)
+    written = out[1 : tokens + 1].cpu()  # whatever was returned
+    return (written, result[1].cpu()) if spec.return_lse else (written,)

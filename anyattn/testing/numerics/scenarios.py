@@ -190,6 +190,27 @@ def _nothing_beside_out(backend: type[AttentionBackend], case: Case, device: Pla
                 )
 
 
+def _new_output(backend: type[AttentionBackend], case: Case, device: Platform, seed: int) -> None:
+    case = _with_features(backend, case)
+    rt = build_runtime(backend, case, device, seed)
+    sequences = _Sequences(rt, case, seed)
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for counts in _STEPS:
+        work = sequences.plan(counts)
+        q, k, v = (x.to(rt.device) for x in (work.step.q, work.step.k, work.step.v))
+        is_mla, indices = case.spec.is_mla, indices_on(rt, work.step, work.batch)
+        per_head = _per_head_on(rt, sequences.per_head)
+        result = rt.run(0, q, k[:, 0] if is_mla else k, None if is_mla else v, work.plan, indices=indices, **per_head)
+        out = result[0] if case.spec.return_lse else result
+        for earlier, values in before:
+            if not torch.equal(earlier, values):
+                raise CheckFailedError(
+                    f"run changed the output of an earlier step in {work.expected.name} ({work.batch.phase}); each "
+                    "call returns a new tensor, where it is given none to write to"
+                )
+        before.append((out, out.clone()))
+
+
 def _inputs_as_they_are(backend: type[AttentionBackend], case: Case, device: Platform, seed: int) -> None:
     case = _with_features(backend, case)
     rt = build_runtime(backend, case, device, seed)
@@ -235,5 +256,6 @@ _FUNCTIONS: dict[Tier, dict[str, Function]] = {
         "run leaves the KV cache as it is": _kv_cache_as_it_is,
         "run writes nothing beside out": _nothing_beside_out,
         "run leaves its inputs as they are": _inputs_as_they_are,
+        "run returns a new output": _new_output,
     },
 }

@@ -181,10 +181,23 @@ def _joined(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int)
 
 
 def _tails(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) -> None:
-    if cache.layout not in KV_LAYOUTS or cache.kind == "index":
-        return
     bench = _filled(tested, device, cache, seed)
-    pages, used = np.array([3, 1]), np.array([cache.page_size - 1, 1])
+    pages, used = np.array([3, 1]), np.array([cache.page_size - 1 or 1, 1])
+    refused = [(np.array([NUM_PAGES + 1]), np.array([1])), (np.array([1]), np.array([cache.page_size + 1]))]
+    has_tails = cache.layout in KV_LAYOUTS and cache.kind != "index"
+    for wrong_pages, wrong_used in refused if has_tails else [(pages, used)]:
+        model = _records(bench)
+        try:
+            bench.pool.zero_tails(wrong_pages, wrong_used)
+        except ContractError:
+            _must_hold(bench, model, f"a refused zero_tails({wrong_pages.tolist()}, {wrong_used.tolist()})")
+        else:
+            raise CheckFailedError(
+                f"zero_tails({wrong_pages.tolist()}, {wrong_used.tolist()}) must raise ContractError: there is no such "
+                "page or token, or a page's last tokens do not lie together."
+            )
+    if not has_tails:
+        return
     bench.pool.zero_tails(pages, used)
     got = [[part.clone() for part in _seen(bench, kv)] for kv in bench.pool.layers]
     other = _filled(tested, device, cache, seed)
