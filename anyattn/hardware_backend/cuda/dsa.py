@@ -61,7 +61,7 @@ class DSABackend(AttentionBackend):
         lse=True,
         graph=GraphLevel.ALWAYS,
         priority=80,
-        contract_tested_on=frozenset({"sm90"}),
+        run_on=frozenset({"sm90"}),
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:

@@ -64,7 +64,8 @@ class XQABackend(AttentionBackend):
         contiguous_q=True,
         needs_finite_tails=True,
         priority=_priority,
-        contract_tested_on=frozenset({"sm90", "sm100", "sm103", "sm120", "sm121"}),
+        run_on=frozenset({"sm90"}),
+        contract_tested_on=frozenset({"sm100", "sm103", "sm120", "sm121"}),
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
