@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,51 +70,34 @@ class _Layer:
     k: tuple[int, ...]
     v: tuple[int, ...]
     out: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    strided: torch.layout
+    kind: tuple[torch.dtype, torch.device, torch.layout]
     bound: UpProjections | None = None
     num_tokens: int = -1
-    shapes: tuple[tuple[int, ...], ...] = ()
+    wanted: tuple[tuple[Any, ...], ...] = ()
 
     def takes(self, num_tokens: int, q: Any, k: Any, v: Any) -> bool:
-        """Whether these are plainly what the layer wants; `AttentionRuntime._check_inputs` says what is not, if any.
-
-        Written out, as it is done for every layer of every step.
-        """
+        """Whether these are plainly what the layer wants; `AttentionRuntime._check_inputs` says what is not, if any."""
         if num_tokens != self.num_tokens:
             self.num_tokens = num_tokens
-            self.shapes = ((num_tokens, *self.q), (num_tokens, *self.k), (num_tokens, *self.v))
-        q_shape, k_shape, v_shape = self.shapes
-        dtype, device, strided = self.dtype, self.device, self.strided
+            self.wanted = tuple(((num_tokens, *shape), *self.kind) for shape in (self.q, self.k, self.v, self.out))
+        of_q, of_k, of_v, _ = self.wanted
         try:
-            if (
-                q.shape != q_shape or q.dtype is not dtype or q.device != device or q.layout is not strided
-                or k.shape != k_shape or k.dtype is not dtype or k.device != device or k.layout is not strided
-            ):  # fmt: skip
-                return False
-            if self.is_mla:
-                return v is None and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
-            if v.shape != v_shape or v.dtype is not dtype or v.device != device or v.layout is not strided:
+            if _facts(q) != of_q or _facts(k) != of_k or (v is not None if self.is_mla else _facts(v) != of_v):
                 return False
         except AttributeError:
             return False
-        return not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad)
+        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v) if x is not None)
 
-    def writes(self, num_tokens: int, out: Any) -> bool:
-        """Whether a result can be written there; asked for behind `takes`."""
+    def writes(self, out: Any) -> bool:
+        """Whether a result can be written there; asked for behind `takes`, for as many tokens."""
         try:
-            return (
-                out.shape == (num_tokens, *self.out)
-                and out.dtype is self.dtype
-                and out.device == self.device
-                and out.layout is self.strided
-                and out.is_contiguous()
-                and not out.requires_grad
-            )
+            return _facts(out) == self.wanted[3] and out.is_contiguous() and not out.requires_grad
         except AttributeError:
             return False
 
+
+_facts = operator.attrgetter("shape", "dtype", "device", "layout")
+"""Of a tensor, in one call, as every layer of every step asks for them."""
 
 _MOST_SPARSE_SLOTS = (1 << 31) - 1
 """Slots of a pool, those of the null page included, that sparse attention can name."""
@@ -197,9 +181,7 @@ class AttentionRuntime:
             k=(spec.head_dim,) if spec.is_mla else (spec.num_kv_heads, spec.head_dim),
             v=() if spec.is_mla else (spec.num_kv_heads, spec.vo_head_dim),
             out=(spec.num_qo_heads, spec.vo_head_dim),
-            dtype=self._dtype,
-            device=self.device,
-            strided=torch.strided,
+            kind=(self._dtype, self.device, torch.strided),
         )
 
     @property
@@ -373,7 +355,7 @@ class AttentionRuntime:
         here, tokens = self._layers[layer], plan.batch.num_tokens
         if not here.takes(tokens, q, k, v):
             self._check_inputs(here, q, k, v, tokens)
-        if out is not None and not here.writes(tokens, out):
+        if out is not None and not here.writes(out):
             _check_tensor("out", out, (tokens, *here.out), self._dtype, self.device)
             raise ContractError("out must be contiguous and without gradient.")
         more: dict[str, torch.Tensor | None] = {}
