@@ -15,11 +15,15 @@ from anyattn.mem_cache.windows import WindowPages
 from anyattn.types import GraphLevel
 
 
+MOST_PAGES = 5 * (3 * 39 + 8)
+"""Of five sequences, at one token a page."""
+
+
 def random_step(page_size, window, counts=None):
     """A table with a window's pages, and a batch of its last step."""
     random = np.random.default_rng(secrets.randbelow(1 << 31))
-    allocators = [PagedAllocator(400, page_size) for _ in range(2)]
-    windows = [WindowPages(window, allocators[1], num_pages=400, page_size=page_size)]
+    allocators = [PagedAllocator(MOST_PAGES, page_size) for _ in range(2)]
+    windows = [WindowPages(window, allocators[1], num_pages=MOST_PAGES, page_size=page_size)]
     table = PageTable(allocators[0], page_size, windows=windows)
     seqs = table.new_sequences(5)
     for _ in range(3):
