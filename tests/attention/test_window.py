@@ -14,7 +14,6 @@ from anyattn.mem_cache.page_table import PageTable
 from anyattn.mem_cache.windows import WindowPages
 from anyattn.types import GraphLevel
 
-
 MOST_PAGES = 5 * (3 * 39 + 8)
 """Of five sequences, at one token a page."""
 
