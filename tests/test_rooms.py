@@ -71,10 +71,10 @@ def imported(path):
 
 
 def backend_files():
-    """The files that hold a backend's class, as modules."""
+    """The files that declare a backend, as modules."""
     files = [(param.values[0], param.values[1]) for param in modules()]
     in_room = [(module, path) for module, path in files if module.startswith("hardware_backend.")]
-    return {module for module, path in in_room if "AttentionBackend):" in path.read_text()}
+    return {module for module, path in in_room if "capabilities: ClassVar[Capabilities]" in path.read_text()}
 
 
 def within(name, rooms):

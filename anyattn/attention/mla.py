@@ -45,8 +45,7 @@ _LEAST_PAIRS = 6000
 """Fewer pairs of a new token and a key than these are not worth the launches that expansion takes beside absorption."""
 _MOVED, _MERGED = 200, 9000
 """Products that take as long as to write and read an element that either way makes, and as to merge an element of two
-pieces' outputs. Fitted to benchmarks/nvidia_mla.py on an H200, where products are cheap beside memory; other devices
-have the same."""
+pieces' outputs. Fitted to measurements on a device of 790 TFLOP/s and 4.4 TB/s (docs/nvidia.md); all have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

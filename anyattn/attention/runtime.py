@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,12 +140,6 @@ class AttentionRuntime:
             for spec in selections
         ]
         self._device_type = self.device.type
-        # Asked for every layer of every step; without an argument, which means CUDA, torch answers sooner.
-        self._is_autocast_enabled = (
-            torch.is_autocast_enabled
-            if self._device_type == "cuda"
-            else functools.partial(torch.is_autocast_enabled, self._device_type)
-        )
         num_slots = (max(pool.num_pages for pool in self.pools) + 1) * table.page_size
         if num_slots > _MOST_SPARSE_SLOTS and any(spec.topk for spec in self.layer_specs):
             raise ContractError(
@@ -341,7 +334,7 @@ class AttentionRuntime:
         Raises ContractError before anything is written when a shape, dtype or device is not that of the spec, or a
         sequence of the plan has been freed or truncated.
         """
-        if self._is_autocast_enabled():  # it would lower the precision that the spec asks for
+        if torch.is_autocast_enabled(self._device_type):  # it would lower the precision that the spec asks for
             with torch.autocast(self._device_type, enabled=False):
                 return self.run(layer, q, k, v, plan, sinks=sinks, alibi_slopes=alibi_slopes, indices=indices, out=out)
         if (

@@ -20,6 +20,7 @@ from anyattn.plugins.isolation import stdout_on_stderr
 from anyattn.plugins.manager import PluginManager
 from anyattn.plugins.requirements import missing_packages
 from anyattn.settings import Settings
+from anyattn.types import GraphLevel
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -43,7 +44,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, a kind (cpu, cuda) or a torch device (cuda:1).")] = "auto",
     decode_graphs: Annotated[
-        bool, typer.Option("--decode-graphs", help="Run steps of one token each as CUDA graphs.")
+        bool, typer.Option("--decode-graphs", help="Run steps of one token each as device graphs.")
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts; no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
@@ -59,8 +60,8 @@ def generate(
     with stdout_on_stderr():  # a plugin may print when it is imported
         plugins = plugin_manager(settings)
         platform = _usable_device(plugins, settings.platform if device == "auto" else device)
-        if decode_graphs and platform.kind not in ("cuda", "rocm"):
-            raise AnyattnError(f"--decode-graphs are CUDA graphs, and {platform} has none: leave it out.")
+        if decode_graphs and platform.graph < GraphLevel.DECODE:
+            raise AnyattnError(f"--decode-graphs are device graphs, and {platform} has none: leave it out.")
         if backend is None:
             _check_names(plugins, settings.prefill_backend, *settings.decode_backends)
         else:

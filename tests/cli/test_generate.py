@@ -170,5 +170,5 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(isolated, miss
 def test_decode_graphs_are_refused_where_there_are_none_before_a_model_is_loaded(anyattn):
     ended = anyattn("generate", "--prompt", "w1", "--model", "nonesuch.gguf", "--device", "cpu", "--decode-graphs")
     assert ended.code == 1
-    assert "--decode-graphs are CUDA graphs, and cpu" in ended.err
+    assert "--decode-graphs are device graphs, and cpu" in ended.err
     assert "leave it out" in ended.err

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from anyattn import GraphLevel, Platform
-from anyattn.hardware_backend.cuda import cutedsl_mla, cutlass_mla
+from anyattn.hardware_backend.cuda import cutedsl_mla, cutlass_mla, mla_decode
 from anyattn.testing.graphs import apart, replays
 from anyattn.testing.graphs.setting import Setting
 from anyattn.testing.numerics.cases import cases_for
@@ -138,7 +138,7 @@ FLASHINFER = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch):
-    for adapter in (cutedsl_mla, cutlass_mla):
+    for adapter in (mla_decode, cutlass_mla):
         monkeypatch.setattr(adapter, "flashinfer", FLASHINFER)
     SEEN_QUERIES.clear()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from anyattn import AttentionSpec, GraphLevel, Platform
-from anyattn.hardware_backend.cuda import trtllm_mha, trtllm_mla
+from anyattn.hardware_backend.cuda import mla_decode, trtllm_mha, trtllm_mla
 from anyattn.testing.graphs.checks import checks as graph_checks
 from anyattn.testing.numerics.cases import cases_for
 from anyattn.testing.numerics.checks import check_case
@@ -163,9 +163,11 @@ FLASHINFER = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch):
-    for adapter in (trtllm_mha, trtllm_mla):
+    for adapter in (trtllm_mha, mla_decode):
         monkeypatch.setattr(adapter, "flashinfer", FLASHINFER)
-        monkeypatch.setattr(adapter, "_WORKSPACE_BYTES", COUNTER_BYTES + 16)  # what is not emulated takes its time
+    small = COUNTER_BYTES + 16  # what is not emulated takes its time
+    monkeypatch.setattr(trtllm_mha, "_WORKSPACE_BYTES", small)
+    monkeypatch.setattr(MLA, "workspace_bytes", small)
 
 
 @pytest.mark.parametrize(

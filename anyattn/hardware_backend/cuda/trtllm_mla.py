@@ -6,36 +6,14 @@ The kernels themselves are cubins, which FlashInfer fetches, or finds in the pac
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
-from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
-from anyattn.hardware_backend.cuda.whole_pages import WholePages
-from anyattn.lazy import lazy_import
-from anyattn.types import FP8_DTYPES, KV_LAYOUTS, GraphLevel, ints
-
-if TYPE_CHECKING:
-    import flashinfer
-    import torch
-
-    from anyattn.attention.batch import Batch
-    from anyattn.attention.spec import AttentionSpec
-    from anyattn.mem_cache.base import LayerKV
-    from anyattn.mem_cache.spec import CacheSpec
-    from anyattn.platforms.base import Platform
-else:
-    torch = lazy_import("torch")
-    flashinfer = lazy_import("flashinfer")
-
-_WORKSPACE_BYTES = 256 << 20
-_TILE = 128  # tokens: the rows of the page table must hold whole tiles
-_LN_2 = math.log(2.0)  # the LSE is in base 2
-_QK_NOPE_HEAD_DIM = {512: 128, 256: 64}
-"""By latent rank: the sizes before absorption that the vendor knows. It asks for them and does not use them."""
+from anyattn.hardware_backend.cuda.mla_decode import LN_2, MLADecodeBackend
+from anyattn.types import KV_LAYOUTS, GraphLevel, ints
 
 
-class TRTLLMMLABackend(AttentionBackend):
+class TRTLLMMLABackend(MLADecodeBackend):
     """Decode of one or several tokens each. An fp8 cache is attended in fp8, so that q is rounded to it, unscaled.
 
     The kernels read whole pages by the tensor memory accelerator: see `whole_pages`. Heads come in blocks of 8, 16, 64
@@ -65,51 +43,7 @@ class TRTLLMMLABackend(AttentionBackend):
         priority=95,
         contract_tested_on=frozenset({"sm100", "sm103"}),
     )
-
-    def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
-        super().__init__(spec, cache, platform)
-        # It begins with counters, which must be 0 at first; each launch leaves them so.
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=platform.torch_device)
-        self._fp8 = spec.storage_dtype in FP8_DTYPES
-
-    def plan(self, batch: Batch) -> WholePages:
-        return WholePages(batch, None, _TILE)
-
-    def init_graph(self, batch: Batch) -> WholePages:
-        return WholePages(batch, None, _TILE, for_graph=True)
-
-    def refresh_graph(self, plan: WholePages, batch: Batch) -> None:
-        plan.refresh(batch)
-
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: LayerKV,
-        plan: Any,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        spec, num_seqs = self.spec, plan.kv_lens.shape[0]
-        if self._fp8:
-            most = torch.finfo(kv.k.dtype).max
-            q = q.clamp(-most, most).to(kv.k.dtype)
-        rank = spec.vo_head_dim
-        result = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
-            query=q.view(num_seqs, -1, *q.shape[1:]),
-            kv_cache=kv.nhd()[0].squeeze(2),
-            workspace_buffer=self._workspace,
-            qk_nope_head_dim=_QK_NOPE_HEAD_DIM[rank],
-            kv_lora_rank=rank,
-            qk_rope_head_dim=spec.head_dim - rank,
-            block_tables=plan.block_table,
-            seq_lens=plan.kv_lens,
-            max_seq_len=plan.max_kv_len,
-            out=out.view(num_seqs, -1, *out.shape[1:]),
-            bmm1_scale=kv.k_scale * spec.scale,
-            bmm2_scale=kv.v_scale,
-            backend="trtllm-gen",
-            return_lse=spec.return_lse,
-        )
-        return result[1] * _LN_2 if spec.return_lse else None
+    kernels = "trtllm-gen"
+    lse_unit = LN_2
+    workspace_dtype = "uint8"
+    workspace_bytes = 256 << 20  # it begins with counters, which must be 0 at first; each launch leaves them so
