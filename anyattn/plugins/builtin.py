@@ -44,6 +44,7 @@ def anyattn_attention_backends() -> dict[str, str]:
         "flex_attention": "anyattn.attention.flex_attention:FlexAttentionBackend",
         "flex_attention_cpu": "anyattn.attention.flex_attention:FlexAttentionCPUBackend",
         "reference": "anyattn.attention.reference:ReferenceBackend",
+        "triton": "anyattn.attention.triton_attention.backend:TritonBackend",
         "torch_native": "anyattn.attention.torch_native:TorchNativeBackend",
     }
 
