@@ -116,6 +116,8 @@ class TritonBackend(AttentionBackend):
         priority=_priority,
         run_on=frozenset({"sm90"}),
     )
+    uses_gluon: ClassVar[bool] = True
+    """Whether kernels in Gluon serve what they are written for, and plain Triton only the rest."""
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
