@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -70,6 +71,7 @@ def attended(
     """
     lane = tl.arange(0, BLOCK_N)
     TMA: tl.constexpr = k_desc1 is not None
+    BENT: tl.constexpr = cap is not None or slope is not None
     if TMA:
         page = tl.load(table_row + first_block * BLOCK_N // PAGE_SIZE)
     else:
@@ -95,10 +97,10 @@ def attended(
                 k, k_desc2, this_page, kv_head, this_place, K_PAGE, K_TOKEN, K_HEAD, D1, D - D1, D2, BLOCK_N
             )
             score = tl.dot(q2, decoded(k2, q1.dtype, FP8).T, score, input_precision=PRECISION)
-        score *= scale  # into base 2, but where a cap comes in between
-        if cap is not None:
-            bent = 1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 * LOG2_E) / cap))
-            score = bent * (cap * LOG2_E)
+        if BENT:
+            score *= scale
+            if cap is not None:
+                score = (1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 * LOG2_E) / cap))) * (cap * LOG2_E)
         key = block * BLOCK_N + lane
         if slope is not None:
             score += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
@@ -119,9 +121,13 @@ def attended(
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-        new_most = tl.maximum(most, tl.max(score, 1))
+        if BENT:
+            new_most = tl.maximum(most, tl.max(score, 1))
+            weight = tl.exp2(score - new_most[:, None])
+        else:  # the product with the scale and the difference are one instruction
+            new_most = tl.maximum(most, tl.max(score, 1) * scale)
+            weight = tl.exp2(score * scale - new_most[:, None])
         kept = tl.exp2(most - new_most)
-        weight = tl.exp2(score - new_most[:, None])
         total = total * kept + tl.sum(weight, 1)
         most = new_most
         acc1 = acc1 * kept[:, None]
@@ -156,7 +162,7 @@ def attend_kernel(
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr,
     V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, OVERHEAD: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program computes what its record says (see `work`), for one KV head, or a part of its group's query heads.
 
@@ -167,6 +173,8 @@ def attend_kernel(
     read the same pages. q_token, q_head: strides in units of Q_UNIT elements. cap: None where there is none, and so on
     for what the spec may want. scale: of scores, in base 2 where there is no cap.
     """
+    if CHAINED:
+        gdc_launch_dependents()  # the merge may start, and waits
     head_tiles: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     heads: tl.constexpr = HEADS // GROUP * head_tiles
     pid = tl.program_id(0)
@@ -363,13 +371,15 @@ def _store(target, acc1, acc2, factor, mine, DV: tl.constexpr, DV1: tl.constexpr
 def merge_kernel(
     out, lse, merges, qo_indptr, partial_out, partial_lse, out_token, v_scale, v_step, sinks, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program merges WIDTH elements of one row: reads 4 bytes for each of them and each of the row's parts.
 
     With o_i a part's output and l_i its LSE, the result is sum(2^l_i o_i) / sum(2^l_i), a sink's 2^s counting as one
     more part of values 0 (FlashInfer, arXiv:2501.01005, section 2.2).
     """
+    if CHAINED:
+        gdc_wait()
     head_tiles: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     heads: tl.constexpr = HEADS // GROUP * head_tiles
     pid = tl.program_id(0)

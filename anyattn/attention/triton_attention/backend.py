@@ -306,6 +306,7 @@ class TritonBackend(AttentionBackend):
         layer = self._layer(kv)
         aligned = not (q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8 or out.data_ptr() % 16)
         unit = 8 if aligned else 1
+        chained = self._tuning.chained
         sink_dtype = None if sinks is None else sinks.dtype
         with on(self._device):
             for division in step.divisions:
@@ -324,7 +325,7 @@ class TritonBackend(AttentionBackend):
                     step.tree_starts, *division.qo_lens, division.tiles,
                     spec.num_qo_heads, spec.group_size, head_tile, *self._dims.values(), *layer.strides, unit,
                     self.cache.page_size, self._fp8, self._precision, spec.causal, division.ranges, _OVERHEAD,
-                    not division.ranges, tile.block_m, tile.block_n, tile.stages,
+                    not division.ranges, tile.block_m, tile.block_n, tile.stages, chained,
                     num_warps=tile.num_warps, num_stages=tile.stages,
                 )  # fmt: skip
                 if division.num_merges:
@@ -335,7 +336,8 @@ class TritonBackend(AttentionBackend):
                         out, lse, division.merges, batch.qo_indptr, division.partial_out, division.partial_lse,
                         out.stride(0), *layer.scales[2:], sinks, division.tiles,
                         spec.num_qo_heads, spec.group_size, head_tile, spec.vo_head_dim, division.ranges,
-                        tile.block_m, _MERGED_PARTS, _MERGED_WIDTH,
+                        tile.block_m, _MERGED_PARTS, _MERGED_WIDTH, chained,
+                        **({"launch_pdl": True} if chained else {}),
                     )  # fmt: skip
         return lse
 

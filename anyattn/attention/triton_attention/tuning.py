@@ -31,12 +31,14 @@ class Tuning:
 
     shared_bytes: of a multiprocessor, as one program can have them. descriptors: whether blocks of keys come by TMA
     where a page holds them. native_fp8: whether its instructions convert from float8_e4m3fn and float8_e5m2.
+    chained: whether a kernel may start before the one that it waits for has ended (programmatic dependent launch).
     short: by the most elements of a key, tiles of 16, 32 and 64 rows, for steps of few rows; long: of the others.
     """
 
     shared_bytes: int
     descriptors: bool = False
     native_fp8: bool = False
+    chained: bool = False
     short: dict[int, tuple[Tile, Tile, Tile]]
     long: dict[int, Tile]
 
@@ -51,6 +53,7 @@ _SM90 = Tuning(
     shared_bytes=227 << 10,
     descriptors=True,
     native_fp8=True,
+    chained=True,
     short={
         64: (_tile(16, 128, 4, 3, 2), _tile(32, 128, 4, 3, 2), _tile(64, 128, 4, 3, 2)),
         128: (_tile(16, 128, 4, 2, 1), _tile(32, 128, 4, 2, 1), _tile(64, 64, 4, 3, 2)),
@@ -89,8 +92,8 @@ TUNINGS: dict[str, Tuning] = {
     "sm90": _SM90,
     "sm100": _SM90,
     "sm103": _SM90,
-    "sm120": replace(_SM89, descriptors=True),
-    "sm121": replace(_SM89, descriptors=True),
+    "sm120": replace(_SM89, descriptors=True, chained=True),
+    "sm121": replace(_SM89, descriptors=True, chained=True),
     "gfx942": replace(_SM80, shared_bytes=64 << 10),
     "gfx950": replace(_SM80, shared_bytes=160 << 10),
     "pvc": replace(_SM80, shared_bytes=128 << 10),
