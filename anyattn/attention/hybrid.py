@@ -91,9 +91,13 @@ class HybridBackend:
         """Picks the backend by the batch and has it plan."""
         host = batch.host
         load = Load(num_seqs=batch.num_seqs, kv_len=int(host.kv_lens.sum()) // max(batch.num_seqs, 1))
-        uniform = batch.num_tokens == batch.num_seqs * batch.max_qo_len and batch.tree_masks is None
-        backend = self._pick(batch.max_qo_len if uniform else None, load, GraphLevel.NEVER)
+        backend = self._pick(_uniform_qo_len(batch), load, GraphLevel.NEVER)
         return PlannedStep(backend, backend.plan(batch))
+
+    def plan_all(self, batch: Batch) -> dict[str, PlannedStep]:
+        """`plan` with each backend that such a batch goes to at some load, by name."""
+        backends = self._at_any_load(_uniform_qo_len(batch), GraphLevel.NEVER)
+        return {name: PlannedStep(backend, backend.plan(batch)) for name, backend in backends.items()}
 
     def init_graph(self, batch: Batch, level: GraphLevel) -> PlannedStep:
         """Picks the backend by the graph's sizes, for good: as many sequences, of the typical length or the longest.
@@ -101,9 +105,13 @@ class HybridBackend:
         level: of the graph, which says whether all sequences have as many new tokens.
         """
         load = Load(num_seqs=batch.num_seqs, kv_len=min(batch.max_kv_len, TYPICAL_LOAD.kv_len))
-        uniform = level != GraphLevel.ALWAYS and batch.tree_masks is None
-        backend = self._pick(batch.max_qo_len if uniform else None, load, level)
+        backend = self._pick(_graph_qo_len(batch, level), load, level)
         return PlannedStep(backend, backend.init_graph(batch))
+
+    def init_graph_all(self, batch: Batch, level: GraphLevel) -> dict[str, PlannedStep]:
+        """`init_graph` with each backend that such a graph goes to with other sizes, by name."""
+        backends = self._at_any_load(_graph_qo_len(batch, level), level)
+        return {name: PlannedStep(backend, backend.init_graph(batch)) for name, backend in backends.items()}
 
     def _pick(self, qo_len: int | None, load: Load, level: GraphLevel) -> AttentionBackend:
         """qo_len: new tokens of each sequence; None where they differ, or where trees mask them."""
@@ -111,9 +119,32 @@ class HybridBackend:
         if qo_len is None:
             return self._backends[chosen.prefill]
         by_load = chosen.decode_by_load
-        decode = self._backends[chosen.decode if by_load is None else by_load.pick(load)]
-        declared = decode.capabilities
+        name = chosen.decode if by_load is None else by_load.pick(load)
+        return self._backends[name if self._decodes(name, qo_len, level) else chosen.prefill]
+
+    def _at_any_load(self, qo_len: int | None, level: GraphLevel) -> dict[str, AttentionBackend]:
+        """What `_pick` may answer, by name."""
+        chosen = self._selection
+        names = [chosen.prefill]
+        if qo_len is not None:
+            decode = chosen.backends("decode")
+            names = [name if self._decodes(name, qo_len, level) else chosen.prefill for name in decode]
+        return {name: self._backends[name] for name in names}
+
+    def _decodes(self, name: str, qo_len: int, level: GraphLevel) -> bool:
+        """Whether a backend of the role of decode serves so many new tokens of each sequence."""
+        declared = self._backends[name].capabilities
         # Of one token each, a graph is asked of decode at its own level; of several, it serves what it declares.
-        if qo_len == 1 or (qo_len <= declared.decode_qo_len and level <= declared.graph):
-            return decode
-        return self._backends[chosen.prefill]
+        return qo_len == 1 or (qo_len <= declared.decode_qo_len and level <= declared.graph)
+
+
+def _uniform_qo_len(batch: Batch) -> int | None:
+    """New tokens of each sequence; None where they differ, or where trees mask them."""
+    uniform = batch.num_tokens == batch.num_seqs * batch.max_qo_len and batch.tree_masks is None
+    return batch.max_qo_len if uniform else None
+
+
+def _graph_qo_len(batch: Batch, level: GraphLevel) -> int | None:
+    """Likewise, of a graph's steps."""
+    uniform = level != GraphLevel.ALWAYS and batch.tree_masks is None
+    return batch.max_qo_len if uniform else None

@@ -238,15 +238,30 @@ class MLAPath:
         expanded = self._worth_expanding(batch)
         if not expanded.size:
             return MLAStep(absorbed=self._absorbed.plan(batch))
+        return self._divided(batch, expanded, self._most_keys(batch.host.qo_lens[expanded], expanded.size))
+
+    def plan_expanded(self, batch: Batch) -> MLAStep | None:
+        """Expands all sequences with several new tokens, whether it is worth it or not, in two pieces where they fit.
+
+        None where that is never done.
+        """
+        new, keys = batch.host.qo_lens, batch.host.kv_lens
+        expanded = np.flatnonzero(new > 1)
+        if self._expansion is None or batch.tree_masks is not None or not expanded.size:
+            return None
+        return self._divided(batch, expanded, np.maximum(2 * new, -(-keys // 2))[expanded])
+
+    def _divided(self, batch: Batch, expanded: Int64s, most_keys: Int64s) -> MLAStep:
+        """expanded: which sequences are; the others are absorbed. most_keys: of a piece of each."""
         if expanded.size == batch.num_seqs:
-            return MLAStep(absorbed=None, passes=tuple(self._passes(batch, expanded)))
+            return MLAStep(absorbed=None, passes=tuple(self._passes(batch, expanded, most_keys)))
         others = np.setdiff1d(np.arange(batch.num_seqs), expanded)
         rest, rows = batch.of_sequences(others)
         absorbed = self._absorbed.plan(rest) if rest.num_tokens else None
         (of_expanded,) = to_device(
             [ranges(batch.host.qo_indptr[expanded], batch.host.qo_lens[expanded])], batch.kv_lens.device, wide=1
         )
-        passes = tuple(self._passes(batch, expanded))
+        passes = tuple(self._passes(batch, expanded, most_keys))
         return MLAStep(absorbed=absorbed, absorbed_rows=rows, passes=passes, expanded_rows=of_expanded)
 
     def _worth_expanding(self, batch: Batch) -> Int64s:
@@ -275,13 +290,16 @@ class MLAPath:
         most: Int64s = np.maximum(2 * new, _SCRATCH_BYTES // token_bytes // num_sequences)
         return most
 
-    def _passes(self, batch: Batch, sequences: Int64s) -> Iterator[_Pass]:
-        """Pieces from the sequences' ends to their beginnings, each as many tokens as it has new ones or more."""
+    def _passes(self, batch: Batch, sequences: Int64s, most_keys: Int64s) -> Iterator[_Pass]:
+        """Pieces from the sequences' ends to their beginnings, each as many tokens as it has new ones or more.
+
+        most_keys: of a piece of each sequence, twice its new tokens or more.
+        """
         host, expansion = batch.host, self._expansion
         assert expansion is not None
         device = batch.kv_lens.device
         new, keys = host.qo_lens[sequences], host.kv_lens[sequences]
-        num_pieces = -(-keys // self._most_keys(new, sequences.size))
+        num_pieces = -(-keys // most_keys)
         for piece in range(int(num_pieces.max())):
             chosen = np.flatnonzero(num_pieces > piece)
             n, count, total = new[chosen], num_pieces[chosen], keys[chosen]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyattn.attention.batch import Batch, checked_tree_masks
 from anyattn.attention.graph import GraphBatch, GraphSizes
 from anyattn.attention.mla import MLAPath, MLAStep, UpProjections
-from anyattn.errors import ContractError
+from anyattn.attention.warmup import Warmed, Warmup, WarmupStep, warmup_steps
+from anyattn.errors import ContractError, OutOfPagesError
 from anyattn.lazy import lazy_import
 from anyattn.types import GraphLevel, dtype_name
 
@@ -205,7 +207,7 @@ class AttentionRuntime:
         """
         checked = None
         if tree_masks is not None:
-            if not all(spec.tree_mask for spec in self.layer_specs):
+            if not self._has_trees:
                 raise ContractError("tree_masks need a runtime whose spec has tree_mask=True.")
             checked = checked_tree_masks(tree_masks, num_new_tokens, self.device)
         view = self.table.extend(seqs, num_new_tokens)
@@ -230,17 +232,24 @@ class AttentionRuntime:
             path, there = self._mla_paths[group], batch.of_pool(pool)
             steps.append(None if all(bound) else self._backends[group].plan(there))
             mla.append(path.plan(there) if path is not None and any(bound) else None)
+        return self._planned(batch, steps, mla)
+
+    def _planned(
+        self,
+        batch: Batch,
+        steps: Sequence[PlannedStep | None],
+        mla: Sequence[MLAStep | None],
+        graph: GraphBatch | None = None,
+    ) -> Plan:
         return Plan(
             runtime=self,
             batch=batch,
             steps=tuple(steps),
             mla=tuple(mla),
-            slots=self._slots(batch),
+            slots=tuple(batch.of_pool(number).out_slots for number in range(len(self.pools))),
             num_frees=self.table.num_frees,
+            graph=graph,
         )
-
-    def _slots(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        return tuple(batch.of_pool(number).out_slots for number in range(len(self.pools)))
 
     def init_graph(self, num_seqs: int, *, num_tokens: int | None = None, max_kv_len: int) -> Plan:
         """A plan to capture `run` with in a device graph, for every layer; several may live beside each other.
@@ -254,28 +263,27 @@ class AttentionRuntime:
 
         Raises ContractError where the spec's graph level allows no such step.
         """
+        graph = self._new_graph(num_seqs, num_tokens, max_kv_len)
+        steps = [
+            backend.init_graph(graph.batch.of_pool(pool), graph.sizes.level)
+            for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
+        ]
+        return self._planned(graph.batch, steps, [MLAStep(absorbed=step) for step in steps], graph)
+
+    def _new_graph(self, num_seqs: int, num_tokens: int | None, max_kv_len: int) -> GraphBatch:
         level = min(each.graph for each in self.layer_specs)
         sizes = GraphSizes(
             level=level if num_tokens is not None else min(level, GraphLevel.DECODE),
             num_seqs=num_seqs,
             num_tokens=num_seqs if num_tokens is None else num_tokens,
             max_kv_len=max_kv_len,
-            tree_mask=all(each.tree_mask for each in self.layer_specs) and num_tokens not in (None, num_seqs),
+            tree_mask=self._has_trees and num_tokens not in (None, num_seqs),
         )
-        graph = GraphBatch(self.table, sizes)
-        steps = tuple(
-            backend.init_graph(graph.batch.of_pool(pool), sizes.level)
-            for backend, pool in zip(self._backends, self._pool_of_group, strict=True)
-        )
-        return Plan(
-            runtime=self,
-            batch=graph.batch,
-            steps=steps,
-            mla=tuple(MLAStep(absorbed=step) for step in steps),
-            slots=self._slots(graph.batch),
-            num_frees=self.table.num_frees,
-            graph=graph,
-        )
+        return GraphBatch(self.table, sizes)
+
+    @property
+    def _has_trees(self) -> bool:
+        return all(each.tree_mask for each in self.layer_specs)
 
     def refresh_graph(self, plan: Plan, batch: Batch) -> None:
         """Puts a step into a plan of `init_graph`, in place: replay the graph then.
@@ -439,6 +447,106 @@ class AttentionRuntime:
     def free(self, seqs: Sequence[int]) -> None:
         """Ends sequences and gives their pages back; their handles and the plans that hold them are then refused."""
         self.table.free(seqs)
+
+    def warmup(self) -> Warmup:
+        """Has everything compiled that kernels compile at their first use, so that no request has to wait for it.
+
+        Runs a layer of each distinct spec, or where some have up-projections (`bind_mla`) and others none, one of
+        either, through the steps that an engine makes: prefill, decode, mixed, several tokens each, tree masks where
+        all specs have them, and graphs' steps where they ask for these; with each backend that such a step goes to at
+        some load. All of it is zeros, in sequences of its own on free pages, which are free again when it ends, by an
+        error too; other sequences, and pages that others hold, are as before. Where pages are short, steps are made
+        smaller or left out: `warmup_pages` (attention/warmup.py) says how many do for all.
+
+        Waits for the device. Call it between steps: a batch of before is not the table's last any more, which
+        `refresh_graph` wants.
+
+        Raises OutOfPagesError, and changes nothing, where no page is free; and what a backend raises.
+        """
+        start = time.perf_counter()
+        steps = self._warmup_steps()
+        seen: dict[tuple[int, str], dict[str, None]] = {}
+        seqs = self.new_sequences(len(steps[0].counts))
+        try:
+            for step in steps:
+                for layer, name, kind in self._warm(step, seqs):
+                    seen.setdefault((layer, name), {})[kind] = None
+                self.truncate(seqs, [step.keep] * len(seqs))
+        finally:
+            self.free(seqs)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        warmed = [Warmed(layer=layer, backend=name, steps=tuple(kinds)) for (layer, name), kinds in seen.items()]
+        return Warmup(seconds=time.perf_counter() - start, warmed=tuple(warmed))
+
+    def _warmup_steps(self) -> list[WarmupStep]:
+        """Raises OutOfPagesError where not even the smallest fits."""
+        pages = self.table.allocator
+        if not pages.num_free_pages:
+            raise OutOfPagesError(1, 0, pages.num_pages)
+        for window in self.table.windows:
+            window.refuse_shortage(1)
+        free = min(each.num_free_pages for each in (pages, *(window.allocator for window in self.table.windows)))
+        level = min(each.graph for each in self.layer_specs)
+        return warmup_steps(free, self.table.page_size, graph=level, trees=self._has_trees)
+
+    def _warm(self, step: WarmupStep, seqs: Sequence[int]) -> Iterator[tuple[int, str, str]]:
+        """Extends the sequences and runs the step, once for each layer and each way to serve it.
+
+        Yields for each run the layer, the backend's name and what kind of step it was.
+        """
+        masks = None
+        if step.has_trees:
+            masks = [torch.ones(count, count, dtype=torch.bool).tril() for count in step.counts]
+        batch, graph = self.extend(seqs, step.counts, tree_masks=masks), None
+        if step.is_graph:
+            num_tokens = None if max(step.counts) == 1 else batch.num_tokens
+            graph = self._new_graph(batch.num_seqs, num_tokens, batch.max_kv_len)
+        whole = batch if graph is None else graph.batch
+        layers: dict[tuple[int, bool], int] = {}  # the first of each distinct spec, with up-projections and without
+        for layer, here in enumerate(self._layers):
+            layers.setdefault((here.group, here.bound is not None), layer)
+        for layer in layers.values():
+            here = self._layers[layer]
+            for name, kind, planned, mla in self._ways(here, whole, step, graph):
+                steps: list[PlannedStep | None] = [None] * len(self._backends)
+                parts: list[MLAStep | None] = [None] * len(self._backends)
+                steps[here.group], parts[here.group] = planned, mla
+                plan = self._planned(whole, steps, parts, graph)
+                if graph is not None:
+                    self.refresh_graph(plan, batch)
+                self.run(layer, plan=plan, **self._zeros(here, whole.num_tokens))
+                yield layer, name, kind
+
+    def _ways(
+        self, here: _Layer, batch: Batch, step: WarmupStep, graph: GraphBatch | None
+    ) -> Iterator[tuple[str, str, PlannedStep | None, MLAStep]]:
+        """All that may become of a step in one layer: whose it is, of what kind, and planned as `Plan` holds it."""
+        there, backend = batch.of_pool(here.number), self._backends[here.group]
+        every = backend.plan_all(there) if graph is None else backend.init_graph_all(there, graph.sizes.level)
+        for name, planned in every.items():
+            yield name, step.kind, planned, MLAStep(absorbed=planned)
+        path = self._mla_paths[here.group]
+        if path is not None and here.bound is not None and step.has_prompt:
+            expanded = path.plan_expanded(there)
+            if expanded is not None:
+                names = dict.fromkeys(self.expansions[here.spec].names)
+                yield " and ".join(names), "expanded", None, expanded
+
+    def _zeros(self, here: _Layer, tokens: int) -> dict[str, Any]:
+        """What `run` takes for so many tokens of a layer, but the plan."""
+        spec = here.spec
+        more: dict[str, Any] = {}
+        if spec.sinks:
+            sinks_dtype = self._dtype if self._dtype == torch.bfloat16 else torch.float32
+            more["sinks"] = torch.zeros(spec.num_qo_heads, dtype=sinks_dtype, device=self.device)
+        if spec.alibi:
+            more["alibi_slopes"] = torch.zeros(spec.num_qo_heads, dtype=torch.float32, device=self.device)
+        if spec.topk is not None:
+            more["indices"] = torch.arange(spec.topk, dtype=torch.int32, device=self.device).repeat(tokens, 1)
+        for name, shape in (("q", here.q), ("k", here.k), ("v", here.v)):
+            more[name] = torch.zeros(tokens, *shape, dtype=self._dtype, device=self.device)
+        return more | {"v": None} if here.is_mla else more
 
     def explain(self) -> str:
         """What was chosen for each distinct spec, and why not the others."""

@@ -1,7 +1,7 @@
-"""The command line: `anyattn doctor`, `backends`, `generate`, `plugins`, `verify`, `new-plugin`.
+"""The command line: `anyattn doctor`, `backends`, `warmup`, `generate`, `plugins`, `verify`, `new-plugin`.
 
 One file a command. The exit code is 0 only when the answer is yes. Nothing here imports torch before a model has to be
-loaded or checks are made.
+loaded, checks are made or kernels compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from anyattn.cli import backends, doctor, generate, new_plugin, plugins, verify
+from anyattn.cli import backends, doctor, generate, new_plugin, plugins, verify, warmup
 from anyattn.cli.output import Answered, installed_version, show_error, show_json
 from anyattn.errors import AnyattnError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(backends.backends)
+app.command()(warmup.warmup)
 app.command()(generate.generate)
 app.command()(plugins.plugins)
 app.command()(verify.verify)

@@ -182,18 +182,19 @@ def attend_kernel(
     program = pid // (tiles * heads)
     kv_head = lane % heads // head_tiles
     first_head = kv_head * GROUP + lane % head_tiles * HEAD_TILE  # of the query heads
-    record = records + program * 4
+    record = records + program * 8
     seq = tl.load(record)
-    if seq < 0:
-        return
+    tile = tl.load(record + 1)
     place = tl.load(record + 2)
     left = tl.load(record + 3)
+    qo_begin = tl.load(record + 4)
+    qo_len = tl.load(record + 5)
+    kv_len = tl.load(record + 6)
+    if seq < 0:
+        return
     if RANGES:
         tile = lane // heads
         while left > 0:
-            qo_begin = tl.load(qo_indptr + seq)
-            qo_len = tl.load(qo_indptr + seq + 1) - qo_begin
-            kv_len = tl.load(kv_lens + seq)
             if (qo_len >= least_qo_len) & (qo_len <= most_qo_len) & (qo_len > 0):
                 first_block = 0
                 if window is not None:
@@ -214,12 +215,12 @@ def attend_kernel(
                     )  # fmt: skip
                 left -= taken
                 place = 0
-            seq += 1
+            if left > 0:
+                seq += 1
+                qo_begin = tl.load(qo_indptr + seq)
+                qo_len = tl.load(qo_indptr + seq + 1) - qo_begin
+                kv_len = tl.load(kv_lens + seq)
     else:
-        qo_begin = tl.load(qo_indptr + seq)
-        qo_len = tl.load(qo_indptr + seq + 1) - qo_begin
-        kv_len = tl.load(kv_lens + seq)
-        tile = tl.load(record + 1)
         first_token = tile * BLOCK_M // HEAD_TILE
         last_token = (tl.minimum((tile + 1) * BLOCK_M, qo_len * HEAD_TILE) - 1) // HEAD_TILE
         first_block = 0
@@ -402,26 +403,33 @@ def merge_kernel(
     if (token >= tl.load(qo_indptr + seq + 1) - qo_begin) | (head >= (kv_head + 1) * GROUP):
         return
     dim = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    most = LOWEST
-    total = 0.0
-    acc = tl.zeros([WIDTH], tl.float32)
+    lanes = tl.arange(0, PARTS)
+    step: tl.constexpr = 2 if RANGES else 1  # a program may have two parts of ranges: one that ends, one that begins
+    stride = (tiles * heads).to(tl.int64) * BLOCK_M
+    row_at = lane.to(tl.int64) * BLOCK_M + lane_row
+    part_most = tl.full([PARTS], LOWEST, tl.float32)
     for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        if RANGES:  # a program may have two parts: of the sequence that ends there, and of the one that begins
-            slot = 2 * (first + part) + (part == 0).to(tl.int32)
-        else:
-            slot = first + part
-        place = (slot * (tiles * heads) + lane).to(tl.int64) * BLOCK_M + lane_row
+        part = start + lanes
+        slot = step * (first + part) + (part == 0).to(tl.int32) * (step - 1)
         there = part < parts
+        part_lse = tl.load(partial_lse + slot * stride + row_at, mask=there, other=float("-inf"))
+        part_most = tl.maximum(part_most, part_lse)
+    most = tl.max(part_most, 0)
+    part_total = tl.zeros([PARTS], tl.float32)
+    part_acc = tl.zeros([PARTS, WIDTH], tl.float32)  # summed up once, as that is a matter of all warps
+    for start in range(0, parts, PARTS):
+        part = start + lanes
+        slot = step * (first + part) + (part == 0).to(tl.int32) * (step - 1)
+        there = part < parts
+        place = slot * stride + row_at
         part_lse = tl.load(partial_lse + place, mask=there, other=float("-inf"))
-        mask = there[:, None] & (dim < DV)[None, :]
+        mask = (part_lse > float("-inf"))[:, None] & (dim < DV)[None, :]  # where a part saw nothing, there is anything
         x = tl.load(partial_out + place[:, None] * DV + dim[None, :], mask=mask, other=0.0)
-        new_most = tl.maximum(most, tl.max(part_lse, 0))
-        weight = tl.exp2(part_lse - new_most)
-        kept = tl.exp2(most - new_most)
-        acc = acc * kept + tl.sum(x * weight[:, None], 0)
-        total = total * kept + tl.sum(weight, 0)
-        most = new_most
+        weight = tl.exp2(part_lse - most)
+        part_acc += x * weight[:, None]
+        part_total += weight
+    acc = tl.sum(part_acc, 0)
+    total = tl.sum(part_total, 0)
     divisor = total
     if sinks is not None:
         divisor += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - most)

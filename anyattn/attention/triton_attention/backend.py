@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.layer_views import LayerViews
 from anyattn.attention.triton_attention import tuning
+from anyattn.attention.triton_attention.launches import (
+    OVERHEAD,
+    AttendKernel,
+    Call,
+    Division,
+    HopperExtendKernel,
+    HopperMLAKernel,
+    Layer,
+    PlainKernel,
+)
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.device_table import to_device
 from anyattn.mem_cache.kernels.launch import BoundKernel, on
@@ -24,27 +35,22 @@ if TYPE_CHECKING:
 
     from anyattn.attention.batch import Batch
     from anyattn.attention.spec import AttentionSpec
-    from anyattn.attention.triton_attention import attend, work
-    from anyattn.attention.triton_attention.tuning import Tile
+    from anyattn.attention.triton_attention import work
     from anyattn.mem_cache.base import LayerKV
     from anyattn.mem_cache.spec import CacheSpec
     from anyattn.platforms.base import Platform
 else:
     np = lazy_import("numpy")
     torch = lazy_import("torch")
-    attend = lazy_import("anyattn.attention.triton_attention.attend")
     work = lazy_import("anyattn.attention.triton_attention.work")
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _MANY = (1 << 31) - 1
-_OVERHEAD = 1  # blocks that a sequence costs beside its own
-_MOST_ROWS = 64  # of a tile of a short step
-_MOST_TILES = 16  # of a sequence in a short step
+_FEW_ROWS, _MOST_ROWS = 16, 64  # of a short step's tile
 _SPREAD = 4  # times as many tiles as programs at a time need not be divided
 _LEAST_PART, _MOST_PARTS = 2048, 8
 """In deterministic mode: keys of a part, and parts of a sequence."""
-_LOG2_E = 1.4426950408889634
-_MERGED_PARTS, _MERGED_WIDTH = 32, 128
+_GLUON_SINCE = "3.6"
 
 
 def _priority(platform: Platform, spec: AttentionSpec, role: Role, load: Load) -> float:
@@ -52,33 +58,11 @@ def _priority(platform: Platform, spec: AttentionSpec, role: Role, load: Load) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Division:
-    """The work of one kernel in a step.
-
-    tile: what it works with. ranges: which of the ways to divide. qo_lens: least and most new tokens of the sequences
-    that it serves. tiles: of each sequence, that are in the grid. records, merges: see `work`.
-    """
-
-    tile: Tile
-    ranges: bool
-    qo_lens: tuple[int, int]
-    tiles: int
-    num_programs: int
-    num_merges: int
-    most_parts: int
-    slots: int
-    records: torch.Tensor
-    merges: torch.Tensor
-    partial_out: torch.Tensor
-    partial_lse: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
     """One step. tree_bits, tree_starts: of all masks one behind the other, and where each sequence's begins, or -1."""
 
     batch: Batch
-    divisions: tuple[_Division, ...]
+    divisions: tuple[Division, ...]
     tree_bits: torch.Tensor | None
     tree_starts: torch.Tensor | None
 
@@ -122,34 +106,32 @@ class TritonBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
         self._device = torch.device(platform.torch_device)
-        self._tuning = tuning.TUNINGS[platform.arch]
+        self._tuned = tuning.TUNINGS[platform.arch]
         self._num_cores = platform.num_cores or 1
-        self._is_fp8 = spec.storage_dtype in FP8_DTYPES
-        self._dims = _divided(spec)
-        self._fp8 = ""
-        if self._is_fp8:
-            self._fp8 = "native" if self._tuning.native_fp8 else spec.storage_dtype[7:11]
-        self._ones: torch.Tensor | None = None
-        if self._is_fp8:
-            self._ones = torch.ones(1, dtype=torch.float32, device=self._device)
-        capped = spec.logits_soft_cap is not None
-        self._scale = spec.scale * (1.0 if capped else _LOG2_E)
-        self._launch_attend = BoundKernel(attend.attend_kernel)
-        self._launch_merge = BoundKernel(attend.merge_kernel)
-        self._launch_ranges = BoundKernel(work.ranges_kernel)
-        self._launch_parts = BoundKernel(work.parts_kernel)
+        gluon = self.uses_gluon and platform.arch == "sm90" and _has_gluon()
+        self._hopper_mla = HopperMLAKernel(spec, cache, self._tuned) if gluon and HopperMLAKernel.serves(spec) else None
+        self._hopper_extend = (
+            HopperExtendKernel(spec, cache, self._tuned) if gluon and HopperExtendKernel.serves(spec) else None
+        )
+        self._plain: dict[int, PlainKernel] = {}
+        self._long: AttendKernel = self._hopper_mla or self._hopper_extend or self._plain_kernel(0)
+        self._divide_ranges = BoundKernel(work.ranges_kernel)
+        self._divide_parts = BoundKernel(work.parts_kernel)
         self._workspace: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._layers: dict[int, Any] = {}
+        self._layers = LayerViews(functools.partial(Layer, fp8=self._plain_kernel(0).fp8))
 
-    def _choice(self, rows: int) -> Tile:
-        """The tile for steps with at most so many rows a sequence; 0 for steps of many."""
-        widths = [self._dims[name] for name in ("D1", "D2", "DV1", "DV2")]
-        table: dict[int, Any] = self._tuning.long if not rows else self._tuning.short
-        found = table[min(most for most in table if most >= min(self.spec.head_dim, max(table)))]
-        tile: Tile = found if not rows else found[(rows > 16) + (rows > 32)]
-        item = getattr(torch, self.spec.dtype).itemsize
-        values = 0 if self._dims["V_IN_K"] else widths[2] + widths[3]
-        return tuning.fitted(tile, self._tuning, (widths[0] + widths[1] + values) * item, (widths[0] + widths[1]) * item)
+    def _plain_kernel(self, rows: int) -> PlainKernel:
+        """rows: of a sequence, at most; 0 for steps of many."""
+        bucket = rows and next(size for size in (16, 32, _MOST_ROWS) if rows <= size)
+        if bucket not in self._plain:
+            self._plain[bucket] = PlainKernel(self.spec, self.cache, self._tuned, rows=bucket)
+        return self._plain[bucket]
+
+    def _short(self, rows: int) -> AttendKernel:
+        """For steps with so many rows a sequence."""
+        if self._hopper_mla is not None and rows > _FEW_ROWS:
+            return self._hopper_mla
+        return self._plain_kernel(min(rows, _MOST_ROWS))
 
     def plan(self, batch: Batch) -> _Plan:
         lens = batch.host.qo_lens
@@ -167,9 +149,8 @@ class TritonBackend(AttentionBackend):
     def _planned(self, batch: Batch, *, ones: int, largest: int) -> _Plan:
         """ones: sequences that may have one new token, where others may have more. largest: most new tokens of any."""
         divisions = []
-        head_tile, _ = self._head_tiles(_MOST_ROWS)
-        short = 1 if self.spec.deterministic else _MOST_TILES * _MOST_ROWS // head_tile
-        if largest <= min(short, 16):
+        most = 1 if self.spec.deterministic else self.capabilities.decode_qo_len
+        if largest <= most:
             divisions.append(self._division(batch, short=True, qo_lens=(1, largest)))
         else:
             if ones:
@@ -180,16 +161,11 @@ class TritonBackend(AttentionBackend):
         self.refresh_graph(plan, batch)
         return plan
 
-    def _head_tiles(self, block_m: int) -> tuple[int, int]:
-        """Query heads of a group that are rows of one tile, and how many such parts the groups have together."""
-        parts = -(-self.spec.group_size // block_m)
-        return -(-self.spec.group_size // parts), parts * self.spec.num_kv_heads
-
-    def _division(self, batch: Batch, *, short: bool, qo_lens: tuple[int, int]) -> _Division:
+    def _division(self, batch: Batch, *, short: bool, qo_lens: tuple[int, int]) -> Division:
         spec = self.spec
         largest = min(qo_lens[1], batch.max_qo_len)
-        tile = self._choice(min(largest * spec.group_size, _MOST_ROWS) if short else 0)
-        head_tile, heads = self._head_tiles(tile.block_m)
+        kernel = self._short(largest * spec.group_size) if short else self._long
+        tile, head_tile, heads = kernel.tile, kernel.head_tile, kernel.heads
         deterministic = spec.deterministic
         slots = max(self._num_cores * tile.per_core, 1)
         tiles = -(-largest * head_tile // tile.block_m) if short else 1
@@ -218,8 +194,8 @@ class TritonBackend(AttentionBackend):
             num_partials = num_programs * heads if most_parts > 1 else 0
         new = functools.partial(torch.empty, dtype=torch.int32, device=self._device)
         partial_out, partial_lse = self._partials(num_partials * tile.block_m)
-        return _Division(
-            tile=tile,
+        return Division(
+            kernel=kernel,
             ranges=ranges,
             qo_lens=qo_lens,
             tiles=tiles if ranges else 1,
@@ -228,7 +204,7 @@ class TritonBackend(AttentionBackend):
             most_parts=most_parts,
             slots=slots,
             records=new(max(num_programs, 1), work.RECORD),
-            merges=new(max(num_merges, 1), work.RECORD),
+            merges=new(max(num_merges, 1), work.MERGE),
             partial_out=partial_out,
             partial_lse=partial_lse,
         )
@@ -265,10 +241,10 @@ class TritonBackend(AttentionBackend):
         (starts_there,) = to_device([starts], self._device, wide=1)
         return bits, starts_there
 
-    def _divide(self, division: _Division, batch: Batch) -> None:
+    def _divide(self, division: Division, batch: Batch) -> None:
         if not division.num_programs:
             return
-        tile, window = division.tile, self.spec.sliding_window
+        tile, window = division.kernel.tile, self.spec.sliding_window
         least = -(-(_LEAST_PART if self.spec.deterministic else tile.least_keys) // tile.block_n)
         common = (
             batch.qo_indptr, batch.kv_lens, batch.num_seqs, division.num_programs, *division.qo_lens, window, least
@@ -276,15 +252,15 @@ class TritonBackend(AttentionBackend):
         programs = -(-division.num_programs // work.PROGRAMS)
         with on(self._device):
             if division.ranges:
-                self._launch_ranges(
-                    tile, (programs, 1, 1), *common, division.records, division.merges, tile.block_n, _OVERHEAD,
+                self._divide_ranges(
+                    tile, (programs, 1, 1), *common, division.records, division.merges, tile.block_n, OVERHEAD,
                     work.SEQS, work.PROGRAMS,
                 )  # fmt: skip
             else:
-                head_tile, _ = self._head_tiles(tile.block_m)
-                self._launch_parts(
+                self._divide_parts(
                     tile, (programs, 1, 1), *common, division.most_parts, division.slots, division.records,
-                    division.merges, division.num_merges, tile.block_n, tile.block_m, head_tile, work.SEQS,
+                    division.merges, division.num_merges, tile.block_n, tile.block_m, division.kernel.head_tile,
+                    work.SEQS,
                     work.PROGRAMS,
                 )  # fmt: skip
 
@@ -298,138 +274,27 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        spec, step = self.spec, plan
-        batch = step.batch
+        step: _Plan = plan
         lse = None
-        if spec.return_lse:
+        if self.spec.return_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        layer = self._layer(kv)
-        aligned = not (q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8 or out.data_ptr() % 16)
-        unit = 8 if aligned else 1
-        chained = self._tuning.chained
-        sink_dtype = None if sinks is None else sinks.dtype
+        layer = self._layers.of(kv)
+        call = Call(
+            batch=step.batch, q=q, out=out, lse=lse, sinks=sinks, slopes=alibi_slopes, tree_bits=step.tree_bits,
+            tree_starts=step.tree_starts,
+        )  # fmt: skip
         with on(self._device):
             for division in step.divisions:
-                if not division.num_programs:
-                    continue
-                tile = division.tile
-                head_tile, heads = self._head_tiles(tile.block_m)
-                descs = layer.descriptors(tile)
-                self._launch_attend(
-                    (tile, division.ranges, aligned, layer.key, descs[0] is None, sink_dtype),
-                    (division.num_programs * division.tiles * heads, 1, 1),
-                    q, layer.k, layer.v, out, lse, *descs, division.records, batch.block_table,
-                    batch.block_table.stride(0), batch.qo_indptr, batch.kv_lens, division.partial_out,
-                    division.partial_lse, q.stride(0) // unit, q.stride(1) // unit, out.stride(0), self._scale,
-                    spec.logits_soft_cap, spec.sliding_window, *layer.scales, sinks, alibi_slopes, step.tree_bits,
-                    step.tree_starts, *division.qo_lens, division.tiles,
-                    spec.num_qo_heads, spec.group_size, head_tile, *self._dims.values(), *layer.strides, unit,
-                    self.cache.page_size, self._fp8, self._precision, spec.causal, division.ranges, _OVERHEAD,
-                    not division.ranges, tile.block_m, tile.block_n, tile.stages, chained,
-                    num_warps=tile.num_warps, num_stages=tile.stages,
-                )  # fmt: skip
-                if division.num_merges:
-                    rows = min(tile.block_m, head_tile * batch.max_qo_len)
-                    self._launch_merge(
-                        (division.ranges, tile.block_m, sink_dtype, aligned),
-                        (division.num_merges * division.tiles * heads, rows, -(-spec.vo_head_dim // _MERGED_WIDTH)),
-                        out, lse, division.merges, batch.qo_indptr, division.partial_out, division.partial_lse,
-                        out.stride(0), *layer.scales[2:], sinks, division.tiles,
-                        spec.num_qo_heads, spec.group_size, head_tile, spec.vo_head_dim, division.ranges,
-                        tile.block_m, _MERGED_PARTS, _MERGED_WIDTH, chained,
-                        **({"launch_pdl": True} if chained else {}),
-                    )  # fmt: skip
+                if division.num_programs:
+                    division.kernel.attend(division, layer, call)
+                    if division.num_merges:
+                        division.kernel.merge(division, layer, call)
         return lse
 
-    @property
-    def _precision(self) -> str:
-        return "ieee"
 
-    def _layer(self, kv: LayerKV) -> _Layer:
-        kept = self._layers.get(id(kv))
-        if kept is None or kept.kv is not kv:
-            kept = self._layers[id(kv)] = _Layer(kv, self)
-        return kept
+def _has_gluon() -> bool:
+    """Whether the installed Triton has Gluon as the kernels want it."""
+    import triton
+    from packaging.version import Version
 
-
-def _divided(spec: AttentionSpec) -> dict[str, Any]:
-    """The sizes of heads as kernels want them: two powers of two, of which the second is padded, or 0."""
-    shares = spec.is_mla and spec.vo_head_dim == _power_of_two(spec.vo_head_dim) >= 16
-    first = spec.vo_head_dim if shares else _power_of_two(spec.head_dim + 1) // 2
-    v_first = _power_of_two(spec.vo_head_dim + 1) // 2
-    if spec.vo_head_dim < 16:
-        v_first = 16
-    return {
-        "D": spec.head_dim,
-        "D1": first,
-        "D2": _padded(spec.head_dim - first),
-        "DV": spec.vo_head_dim,
-        "DV1": v_first,
-        "DV2": _padded(spec.vo_head_dim - v_first),
-        "V_IN_K": shares,
-    }
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def _padded(width: int) -> int:
-    """To what tensor cores multiply; 0 stays."""
-    return max(_power_of_two(width), 16) if width > 0 else 0
-
-
-class _Layer:
-    """A layer's pages as the kernels take them.
-
-    strides: of pages, tokens and heads of keys, then of values, in elements. scales: keys' and values', each with how
-    far a head's is from the one before. key: what differs from layer to layer and is compiled in.
-    """
-
-    def __init__(self, kv: LayerKV, backend: TritonBackend) -> None:
-        self.kv = kv
-        k, v = kv.nhd()
-        self.strides = (*k.stride()[:3], *v.stride()[:3])
-        self.key = (self.strides, k.data_ptr() % 16, v.data_ptr() % 16)
-        self._shape = k.shape
-        bits = backend._is_fp8 and backend._fp8 != "native"
-        self.k, self.v = (k.view(torch.int8), v.view(torch.int8)) if bits else (k, v)
-        self.scales: tuple[Any, ...] = (None, 0, None, 0)
-        if backend._is_fp8:
-            k_scale, v_scale = (self._on_device(scale, k.device) for scale in (kv.k_scale, kv.v_scale))
-            self.scales = (k_scale, int(k_scale.ndim > 0), v_scale, int(v_scale.ndim > 0))
-        self._backend = backend
-        self._descriptors: dict[int, Any] = {}
-
-    @staticmethod
-    def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-        if isinstance(scale, torch.Tensor):
-            return scale
-        return torch.full((), scale, dtype=torch.float32, device=device)
-
-    def descriptors(self, tile: Tile) -> tuple[Any, ...]:
-        """Of both parts of keys and of values, for blocks that lie within a page; otherwise none."""
-        kept = self._descriptors.get(tile.block_n)
-        if kept is None:
-            kept = self._descriptors[tile.block_n] = self._new_descriptors(tile.block_n)
-        return kept
-
-    def _new_descriptors(self, block_n: int) -> tuple[Any, ...]:
-        backend = self._backend
-        item = self.k.element_size()
-        steps = [stride * item % 16 for stride in self.strides] + [self.k.data_ptr() % 16, self.v.data_ptr() % 16]
-        if not backend._tuning.descriptors or backend.cache.page_size % block_n or any(steps):
-            return (None,) * 4
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        dims = backend._dims
-
-        def of(pages: torch.Tensor, width: int) -> Any:
-            if not width:
-                return None
-            by_head = pages.transpose(1, 2)  # [num_pages, num_kv_heads, page_size, dim]
-            return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, 1, block_n, width])
-
-        of_v = (None, None) if dims["V_IN_K"] else (of(self.v, dims["DV1"]), of(self.v, dims["DV2"]))
-        return of(self.k, dims["D1"]), of(self.k, dims["D2"]), *of_v
+    return Version(triton.__version__) >= Version(_GLUON_SINCE)

@@ -11,11 +11,14 @@ Parts, for steps of many rows: each tile is a program, or several where the tile
 many parts a sequence's tiles are divided follows from its own length and a length that all have in common, which in
 deterministic mode is a constant.
 
-Both write records, int32 [num_programs, 4], one for each program:
+Both write records, int32 [num_programs, 8], one for each program:
 0  sequence of its first tile; -1 for nothing to do
 1  parts: number of its tile among the sequence's tiles; of ranges all tiles of a sequence are in the grid
 2  ranges: place in the sequence where it begins, in blocks with overhead; parts: which part
 3  ranges: blocks with overhead that it has, of all its sequences; parts: how many parts
+4  first new token, new tokens and tokens of that sequence, so that nobody has to wait for them
+5
+6
 
 and what is to be merged then, int32 [num_merges, 4]:
 0  how many parts; 0 for nothing to do
@@ -33,7 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-RECORD = 4
+RECORD, MERGE = 8, 4  # int32 in a record, and in an entry of what is to be merged
 SEQS = 128  # sequences that are looked at together
 PROGRAMS = 16  # records that one program writes
 
@@ -51,6 +54,14 @@ def _lengths(qo_indptr, kv_lens, seq, num_seqs, least_qo_len, most_qo_len, WINDO
         first = tl.maximum(kv_len - qo_len + 1 - WINDOW, 0) // BLOCK_N
     blocks = tl.where(qo_len > 0, tl.maximum(tl.cdiv(kv_len, BLOCK_N) - first, 1), 0)
     return qo_len, blocks
+
+
+@triton.jit
+def _store_lengths(record, qo_indptr, kv_lens, seq, mask):
+    begin = tl.load(qo_indptr + seq, mask=mask, other=0)
+    tl.store(record + 4, begin, mask=mask)
+    tl.store(record + 5, tl.load(qo_indptr + seq + 1, mask=mask, other=0) - begin, mask=mask)
+    tl.store(record + 6, tl.load(kv_lens + seq, mask=mask, other=0), mask=mask)
 
 
 @triton.jit(
@@ -105,8 +116,9 @@ def ranges_kernel(
     busy = begin < end
     _, blocks = _lengths(qo_indptr, kv_lens, last_seq, num_seqs, least_qo_len, most_qo_len, WINDOW, BLOCK_N)
     last_end = last_start + blocks + OVERHEAD
-    record = records + program * 4
+    record = records + program * 8
     mask = program < num_programs
+    _store_lengths(record, qo_indptr, kv_lens, first_seq, mask & busy)
     tl.store(record, tl.where(busy, first_seq, -1), mask=mask)
     tl.store(record + 1, tl.zeros_like(program), mask=mask)
     tl.store(record + 2, begin - first_start, mask=mask)
@@ -179,8 +191,9 @@ def parts_kernel(
     place = program - seq_start
     part = place % parts
     tile = tiles - 1 - place // parts  # a sequence's last tile sees most: it is first
-    record = records + program * 4
+    record = records + program * 8
     mask = program < num_programs
+    _store_lengths(record, qo_indptr, kv_lens, seq, mask & busy)
     tl.store(record, tl.where(busy, seq, -1), mask=mask)
     tl.store(record + 1, tile, mask=mask)
     tl.store(record + 2, part, mask=mask)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.layer_views import LayerViews
 from anyattn.attention.window import GraphWindow, table_within_window
 from anyattn.hardware_backend.cuda import fa3_providers
-from anyattn.hardware_backend.cuda.layer_views import LayerViews
 from anyattn.lazy import lazy_import
 from anyattn.types import ANY_INT, KV_LAYOUTS, GraphLevel, IntSet, Load, Role
 

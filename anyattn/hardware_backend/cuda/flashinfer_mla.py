@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.layer_views import LayerViews
 from anyattn.errors import ContractError
 from anyattn.hardware_backend.cuda.flashinfer_workspace import RECOMMENDED_BYTES, PlannerStep, WrapperPlan, Wrappers
-from anyattn.hardware_backend.cuda.layer_views import LayerViews
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.device_table import to_device
 from anyattn.mem_cache.indices import indptr, kv_indices, token_positions

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
+from anyattn.attention.layer_views import LayerViews
 from anyattn.hardware_backend.cuda import flashmla_providers
-from anyattn.hardware_backend.cuda.layer_views import LayerViews
 from anyattn.lazy import lazy_import
 from anyattn.types import KV_LAYOUTS, GraphLevel, IntSet, ints
 
