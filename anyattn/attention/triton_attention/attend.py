@@ -149,13 +149,13 @@ def attended(
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "window", "least_qo_len", "most_qo_len", "q_token", "q_head", "out_token", "tiles", "k_step",
+        "table_stride", "window", "least_qo_len", "most_qo_len", "q_token", "q_head", "tiles", "k_step",
         "v_step",
     ]
 )  # fmt: skip
 def attend_kernel(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, records, block_table, table_stride, qo_indptr, kv_lens,
-    partial_out, partial_lse, q_token, q_head, out_token, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes,
+    partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes,
     tree_bits, tree_starts, least_qo_len, most_qo_len, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr,
@@ -207,7 +207,7 @@ def attend_kernel(
                 if tile * BLOCK_M < qo_len * HEAD_TILE:
                     _tile(
                         q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, block_table + seq.to(tl.int64) * table_stride,
-                        partial_out, partial_lse, q_token, q_head, out_token, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
+                        partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
                         slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, end, slot,
                         slot * (tiles * heads) + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K,
                         K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, PRECISION, CAUSAL,
@@ -234,7 +234,7 @@ def attend_kernel(
         slot = tl.where(left > 1, program, -1)
         _tile(
             q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, block_table + seq.to(tl.int64) * table_stride,
-            partial_out, partial_lse, q_token, q_head, out_token, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
+            partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
             slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, begin + length, slot,
             slot * heads + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K, K_PAGE, K_TOKEN,
             K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, PRECISION, CAUSAL, SPLIT_MASK, BLOCK_M, BLOCK_N,
@@ -245,7 +245,7 @@ def attend_kernel(
 @triton.jit
 def _tile(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, table_row, partial_out, partial_lse, q_token, q_head,
-    out_token, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes, tree_bits, tree_starts, seq, qo_begin, qo_len,
+    scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes, tree_bits, tree_starts, seq, qo_begin, qo_len,
     kv_len, first_row, begin, end, slot, partial, kv_head, first_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr, K_PAGE: tl.constexpr,
@@ -349,7 +349,7 @@ def _tile(
         if v_scale is not None:
             factor *= tl.load(v_scale + kv_head * v_step)
         token_at = (qo_begin + token).to(tl.int64)
-        _store(out + token_at * out_token + head * DV, acc1, acc2, factor, mine, DV, DV1, DV2)
+        _store(out + token_at * (HEADS * DV) + head * DV, acc1, acc2, factor, mine, DV, DV1, DV2)
         if lse is not None:
             tl.store(lse + token_at * HEADS + head, row_lse * LN_2, mask=mine)
 
@@ -368,13 +368,15 @@ def _store(target, acc1, acc2, factor, mine, DV: tl.constexpr, DV1: tl.constexpr
         tl.store(target[:, None] + (DV1 + dim2)[None, :], (acc2 * factor[:, None]).to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["out_token", "tiles", "v_step"])
+@triton.jit(do_not_specialize=["tiles", "wide", "v_step"])
 def merge_kernel(
-    out, lse, merges, qo_indptr, partial_out, partial_lse, out_token, v_scale, v_step, sinks, tiles,
+    out, lse, merges, qo_indptr, partial_out, partial_lse, v_scale, v_step, sinks, tiles, wide,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program merges WIDTH elements of one row: reads 4 bytes for each of them and each of the row's parts.
+    """One program merges WIDE elements of one row, or NARROW ones where rows are few, which then may have many parts.
+
+    It reads 4 bytes for each of these and each of the row's parts.
 
     With o_i a part's output and l_i its LSE, the result is sum(2^l_i o_i) / sum(2^l_i), a sink's 2^s counting as one
     more part of values 0 (FlashInfer, arXiv:2501.01005, section 2.2).
@@ -402,27 +404,44 @@ def merge_kernel(
     head = kv_head * GROUP + lane % head_tiles * HEAD_TILE + row % HEAD_TILE
     if (token >= tl.load(qo_indptr + seq + 1) - qo_begin) | (head >= (kv_head + 1) * GROUP):
         return
+    if wide:
+        _merge_row(
+            out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, tiles * heads, lane_row,
+            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 8, WIDE,
+        )  # fmt: skip
+    else:
+        _merge_row(
+            out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, tiles * heads, lane_row,
+            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 64, NARROW,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_row(
+    out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, lanes, lane_row, token_at, head,
+    kv_head, HEADS: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """WIDTH elements of a row, PARTS parts at a time."""
     dim = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    lanes = tl.arange(0, PARTS)
+    index = tl.arange(0, PARTS)
     step: tl.constexpr = 2 if RANGES else 1  # a program may have two parts of ranges: one that ends, one that begins
-    stride = (tiles * heads).to(tl.int64) * BLOCK_M
+    stride = lanes.to(tl.int64) * BLOCK_M
     row_at = lane.to(tl.int64) * BLOCK_M + lane_row
     part_most = tl.full([PARTS], LOWEST, tl.float32)
     for start in range(0, parts, PARTS):
-        part = start + lanes
+        part = start + index
         slot = step * (first + part) + (part == 0).to(tl.int32) * (step - 1)
-        there = part < parts
-        part_lse = tl.load(partial_lse + slot * stride + row_at, mask=there, other=float("-inf"))
+        part_lse = tl.load(partial_lse + slot * stride + row_at, mask=part < parts, other=float("-inf"))
         part_most = tl.maximum(part_most, part_lse)
     most = tl.max(part_most, 0)
     part_total = tl.zeros([PARTS], tl.float32)
     part_acc = tl.zeros([PARTS, WIDTH], tl.float32)  # summed up once, as that is a matter of all warps
     for start in range(0, parts, PARTS):
-        part = start + lanes
+        part = start + index
         slot = step * (first + part) + (part == 0).to(tl.int32) * (step - 1)
-        there = part < parts
         place = slot * stride + row_at
-        part_lse = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+        part_lse = tl.load(partial_lse + place, mask=part < parts, other=float("-inf"))
         mask = (part_lse > float("-inf"))[:, None] & (dim < DV)[None, :]  # where a part saw nothing, there is anything
         x = tl.load(partial_out + place[:, None] * DV + dim[None, :], mask=mask, other=0.0)
         weight = tl.exp2(part_lse - most)
@@ -436,8 +455,8 @@ def merge_kernel(
     factor = tl.where(total > 0, 1.0 / divisor, 0.0)
     if v_scale is not None:
         factor *= tl.load(v_scale + kv_head * v_step)
-    token_at = (qo_begin + token).to(tl.int64)
-    target = out + token_at * out_token + head * DV + dim
+    token_at = token_at.to(tl.int64)
+    target = out + token_at * (HEADS * DV) + head * DV + dim
     tl.store(target, (acc * factor).to(out.dtype.element_ty), mask=dim < DV)
     if lse is not None:
         if tl.program_id(2) == 0:

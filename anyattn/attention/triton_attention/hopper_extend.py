@@ -26,6 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed both
+copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of a warpgroup, and keys that are copied and multiplied at a time
@@ -57,72 +61,58 @@ def _copy_blocks(table_row, k_desc1, k_desc2, v_desc, kv_head, begin, count, kv_
         row1 = page1 * K_PAGE + kv_head * K_HEAD_ROWS + token1
         mbarrier.wait(k_empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), BLOCK_N * (D1 + D2) * 2)
-        tma.async_copy_global_to_shared(k_desc1, [row0, k_column], k_full.index(stage), k1.index(2 * stage))
-        tma.async_copy_global_to_shared(k_desc1, [row1, k_column], k_full.index(stage), k1.index(2 * stage + 1))
+        copy_tile(k_desc1, [row0, k_column], k_full.index(stage), k1.index(2 * stage))
+        copy_tile(k_desc1, [row1, k_column], k_full.index(stage), k1.index(2 * stage + 1))
         if D2 > 0:
-            tma.async_copy_global_to_shared(k_desc2, [row0, k_column + D1], k_full.index(stage), k2.index(2 * stage))
-            tma.async_copy_global_to_shared(
+            copy_tile(k_desc2, [row0, k_column + D1], k_full.index(stage), k2.index(2 * stage))
+            copy_tile(
                 k_desc2, [row1, k_column + D1], k_full.index(stage), k2.index(2 * stage + 1)
             )
         row0 = page0 * V_PAGE + kv_head * V_HEAD_ROWS + token0
         row1 = page1 * V_PAGE + kv_head * V_HEAD_ROWS + token1
         mbarrier.wait(v_empty.index(stage), phase)
         mbarrier.expect(v_full.index(stage), BLOCK_N * DV * 2)
-        tma.async_copy_global_to_shared(v_desc, [row0, v_column], v_full.index(stage), v.index(2 * stage))
-        tma.async_copy_global_to_shared(v_desc, [row1, v_column], v_full.index(stage), v.index(2 * stage + 1))
+        copy_tile(v_desc, [row0, v_column], v_full.index(stage), v.index(2 * stage))
+        copy_tile(v_desc, [row1, v_column], v_full.index(stage), v.index(2 * stage + 1))
 
 
 @gluon.jit
-def _tokens(table_row, first, first_key, kv_len, LANES: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Pages of 64 keys and their places in these, in four lots of 16; what nobody sees is replaced by what somebody does."""
-    lane = gl.arange(0, 16, layout=LANES)
-    key0 = gl.minimum(gl.maximum(first + lane, first_key), kv_len - 1)
-    key1 = gl.minimum(gl.maximum(first + 16 + lane, first_key), kv_len - 1)
-    key2 = gl.minimum(gl.maximum(first + 32 + lane, first_key), kv_len - 1)
-    key3 = gl.minimum(gl.maximum(first + 48 + lane, first_key), kv_len - 1)
-    pages = (
-        gl.load(table_row + key0 // PAGE_SIZE),
-        gl.load(table_row + key1 // PAGE_SIZE),
-        gl.load(table_row + key2 // PAGE_SIZE),
-        gl.load(table_row + key3 // PAGE_SIZE),
-    )
-    return pages, (key0 % PAGE_SIZE, key1 % PAGE_SIZE, key2 % PAGE_SIZE, key3 % PAGE_SIZE)
-
-
-@gluon.jit
-def _copy_rows(target, source, pages, places, LAYOUT: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
+def _copy_rows(target, source, page, place, LAYOUT: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
                TOKEN: gl.constexpr):  # fmt: skip
     """64 rows of WIDTH elements by cp.async. PAGE, TOKEN: elements from a page and from a token to the next."""
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    for lot in gl.static_range(4):
-        row = pages[lot].to(gl.int64) * PAGE + places[lot] * TOKEN
-        row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
-        async_copy.async_copy_global_to_shared(target.slice(16 * lot, 16, dim=0), source + row[:, None] + column[None, :])
+    row = page.to(gl.int64) * PAGE + place * TOKEN
+    copy_elements(target, source + row[:, None] + column[None, :])
 
 
 @gluon.jit
 def _gather_blocks(table_row, k, v, begin, count, first_key, kv_len, k1, k2, v_room, k_full, k_empty, v_full, v_empty,
                    D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr,
                    K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr):  # fmt: skip
-    """By cp.async of four warps, of smaller pages. k, v: of the head, in page 0."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D1, D1 // 8], [4, 1], [1, 0])
-    LANES: gl.constexpr = gl.SliceLayout(1, WIDE)
+    """By cp.async of four warps, of smaller pages. k, v: of the head, in page 0.
+
+    What nobody sees is replaced by what somebody does.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # few rows, so few addresses, a thread
+    lane = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
     for i in range(count):
         first = (begin + count - 1 - i) * BLOCK_N
         stage = i % STAGES
         phase = ((i // STAGES) & 1) ^ 1
-        pages0, places0 = _tokens(table_row, first, first_key, kv_len, LANES, PAGE_SIZE)
-        pages1, places1 = _tokens(table_row, first + HALF, first_key, kv_len, LANES, PAGE_SIZE)
+        key0 = gl.minimum(gl.maximum(first + lane, first_key), kv_len - 1)
+        key1 = gl.minimum(gl.maximum(first + HALF + lane, first_key), kv_len - 1)
+        page0 = gl.load(table_row + key0 // PAGE_SIZE)
+        page1 = gl.load(table_row + key1 // PAGE_SIZE)
         mbarrier.wait(k_empty.index(stage), phase)
-        _copy_rows(k1.index(2 * stage), k, pages0, places0, WIDE, D1, K_PAGE, K_TOKEN)
-        _copy_rows(k1.index(2 * stage + 1), k, pages1, places1, WIDE, D1, K_PAGE, K_TOKEN)
+        _copy_rows(k1.index(2 * stage), k, page0, key0 % PAGE_SIZE, LAYOUT, D1, K_PAGE, K_TOKEN)
+        _copy_rows(k1.index(2 * stage + 1), k, page1, key1 % PAGE_SIZE, LAYOUT, D1, K_PAGE, K_TOKEN)
         if D2 > 0:
-            _copy_rows(k2.index(2 * stage), k + D1, pages0, places0, WIDE, D2, K_PAGE, K_TOKEN)
-            _copy_rows(k2.index(2 * stage + 1), k + D1, pages1, places1, WIDE, D2, K_PAGE, K_TOKEN)
+            _copy_rows(k2.index(2 * stage), k + D1, page0, key0 % PAGE_SIZE, LAYOUT, D2, K_PAGE, K_TOKEN)
+            _copy_rows(k2.index(2 * stage + 1), k + D1, page1, key1 % PAGE_SIZE, LAYOUT, D2, K_PAGE, K_TOKEN)
         async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
         mbarrier.wait(v_empty.index(stage), phase)
-        _copy_rows(v_room.index(2 * stage), v, pages0, places0, WIDE, DV, V_PAGE, V_TOKEN)
-        _copy_rows(v_room.index(2 * stage + 1), v, pages1, places1, WIDE, DV, V_PAGE, V_TOKEN)
+        _copy_rows(v_room.index(2 * stage), v, page0, key0 % PAGE_SIZE, LAYOUT, DV, V_PAGE, V_TOKEN)
+        _copy_rows(v_room.index(2 * stage + 1), v, page1, key1 % PAGE_SIZE, LAYOUT, DV, V_PAGE, V_TOKEN)
         async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
     async_copy.wait_group(0)
 
@@ -179,7 +169,7 @@ def _weights(a, b, most, total, scale):
 
 
 @gluon.jit
-def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, sinks, scale, window, tile, first_head,
+def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile, first_head,
              qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole, q1, q2, k1, k2, v,
              k_full, k_empty, v_full, v_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, D1: gl.constexpr,
              D2: gl.constexpr, DV: gl.constexpr, Q_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
@@ -204,7 +194,7 @@ def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, 
         column2 = D1 + gl.arange(0, D2, layout=gl.SliceLayout(0, LQ))
         q2.store(gl.load(q_at + column2[None, :], mask=q_mine[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     row = first_row + gl.arange(0, HALF, layout=ROWS)
     token = row // HEAD_TILE
@@ -224,7 +214,7 @@ def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, 
             fence_async_shared()
         a, b = _scores(q1, q2, k1, k2, 0, zeros, D2)
         a, b = warpgroup_mma_wait(0, deps=[a, b])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(k_empty.index(0), count=1)
         a = _masked(a, first, lane, most_key, window, position, WINDOWED)
         b = _masked(b, first + HALF, lane, most_key, window, position, WINDOWED)
@@ -245,14 +235,14 @@ def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, 
             acc = warpgroup_mma(p0, v.index(2 * before), acc, is_async=True)
             acc = warpgroup_mma(p1, v.index(2 * before + 1), acc, is_async=True)
             a, b = warpgroup_mma_wait(2, deps=[a, b])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
             if (first + BLOCK_N > full_end) | (first < full_begin):
                 a = _masked(a, first, lane, most_key, window, position, WINDOWED)
                 b = _masked(b, first + HALF, lane, most_key, window, position, WINDOWED)
             a, b, most, total, kept = _weights(a, b, most, total, scale)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(v_empty.index(before), count=1)
             p0 = gl.convert_layout(a.to(dtype), DP)
             p1 = gl.convert_layout(b.to(dtype), DP)
@@ -278,7 +268,7 @@ def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, 
     column = gl.arange(0, DV, layout=gl.SliceLayout(0, LO))
     if whole:
         at = first_row + lane_row
-        place = (qo_begin + at // HEAD_TILE).to(gl.int64) * out_token + (first_head + at % HEAD_TILE) * DV
+        place = (qo_begin + at // HEAD_TILE).to(gl.int64) * (HEADS * DV) + (first_head + at % HEAD_TILE) * DV
         gl.store(
             out + place[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=(at // HEAD_TILE < qo_len)[:, None]
         )
@@ -291,10 +281,10 @@ def _consume(q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, 
         gl.store(partial_lse + start + gl.arange(0, HALF, layout=ROWS), row_lse)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "window", "q_token", "q_head", "out_token"])
+@gluon.jit(do_not_specialize=["table_stride", "window", "q_token", "q_head"])
 def hopper_extend_kernel(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc, records, block_table, table_stride, partial_out, partial_lse, q_token,
-    q_head, out_token, scale, window, sinks,
+    q_head, scale, window, sinks,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr,
     V_HEAD: gl.constexpr, Q_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
@@ -364,24 +354,24 @@ def hopper_extend_kernel(
     first_head = kv_head * GROUP
     gl.warp_specialize(
         [
-            (_consume, (
-                q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, sinks, scale, window, tile,
-                first_head, qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole,
-                q1.index(0), q2.index(0), k1, k2, v_room, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D1, D2,
-                DV, Q_UNIT, CAUSAL, WINDOWED, GATHER, LSE, SINKS, 0,
-            )),
-            (_consume, (
-                q, q_token, q_head, out, out_token, lse, partial_out, partial_lse, sinks, scale, window, tile,
-                first_head, qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole,
-                q1.index(1), q2.index(1), k1, k2, v_room, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D1, D2,
-                DV, Q_UNIT, CAUSAL, WINDOWED, GATHER, LSE, SINKS, 1,
-            )),
             (_produce, (
                 table_row, k_desc1, k_desc2, v_desc, k, v, kv_head, begin, count, first_key, kv_len, k1, k2, v_room,
                 k_full, k_empty, v_full, v_empty, D1, D2, DV, PAGE_SIZE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN,
                 V_HEAD, GATHER,
             )),
+            (_consume, (
+                q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile,
+                first_head, qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole,
+                q1.index(0), q2.index(0), k1, k2, v_room, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D1, D2,
+                DV, Q_UNIT, CAUSAL, WINDOWED, GATHER, LSE, SINKS, 0,
+            )),
+            (_consume, (
+                q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile,
+                first_head, qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole,
+                q1.index(1), q2.index(1), k1, k2, v_room, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D1, D2,
+                DV, Q_UNIT, CAUSAL, WINDOWED, GATHER, LSE, SINKS, 1,
+            )),
         ],
-        [4, 4 if GATHER else 1],
-        [240, 24],
+        [4, 4],
+        [240, 240],
     )  # fmt: skip

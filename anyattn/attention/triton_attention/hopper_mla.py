@@ -26,6 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed both
+copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
 BLOCK = gl.constexpr(64)  # keys of a block, and rows of queries
 HALF = gl.constexpr(256)  # columns that a warpgroup accumulates
 LATENT = gl.constexpr(512)
@@ -92,9 +96,9 @@ def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_le
                     row = (qo_begin + tile) * HEADS + q_row
                 mbarrier.wait(q_empty, (piece & 1) ^ 1)
                 mbarrier.expect(q_full, BLOCK * (LATENT + ROPE) * 2)
-                tma.async_copy_global_to_shared(q_descs[0], [row, 0], q_full, q.index(0))
-                tma.async_copy_global_to_shared(q_descs[0], [row, HALF], q_full, q.index(1))
-                tma.async_copy_global_to_shared(q_descs[1], [row, 0], q_full, q_rope)
+                copy_tile(q_descs[0], [row, 0], q_full, q.index(0))
+                copy_tile(q_descs[0], [row, HALF], q_full, q.index(1))
+                copy_tile(q_descs[1], [row, 0], q_full, q_rope)
                 table_row = block_table + seq.to(gl.int64) * table_stride
                 pairs = gl.cdiv(end - begin, 2)
                 if GATHER:
@@ -118,83 +122,72 @@ def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_le
 def _copy_pairs(table_row, k_descs, begin, end, pairs, pair, left_half, right_half, rope, full, empty,
                 PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr):  # fmt: skip
     """By TMA, of pages that hold whole blocks. The second of a pair may be the last block once more."""
+    next0 = gl.load(table_row + begin * BLOCK // PAGE_SIZE)
+    next1 = gl.load(table_row + gl.minimum(begin + 1, end - 1) * BLOCK // PAGE_SIZE)
     for i in range(pairs):
         phase = ((pair + i) & 1) ^ 1
         block0 = begin + 2 * i
-        block1 = gl.minimum(block0 + 1, end - 1)
-        row0 = gl.load(table_row + block0 * BLOCK // PAGE_SIZE) * PAGE_ROWS + block0 * BLOCK % PAGE_SIZE
-        row1 = gl.load(table_row + block1 * BLOCK // PAGE_SIZE) * PAGE_ROWS + block1 * BLOCK % PAGE_SIZE
+        row0 = next0 * PAGE_ROWS + block0 * BLOCK % PAGE_SIZE
+        row1 = next1 * PAGE_ROWS + gl.minimum(block0 + 1, end - 1) * BLOCK % PAGE_SIZE
+        next0 = gl.load(table_row + gl.minimum(block0 + 2, end - 1) * BLOCK // PAGE_SIZE)
+        next1 = gl.load(table_row + gl.minimum(block0 + 3, end - 1) * BLOCK // PAGE_SIZE)
         mbarrier.wait(empty.index(0), phase)
         mbarrier.expect(full.index(0), BLOCK * HALF * 2)
-        tma.async_copy_global_to_shared(k_descs[0], [row0, 0], full.index(0), left_half.index(0))
+        copy_tile(k_descs[0], [row0, 0], full.index(0), left_half.index(0))
         mbarrier.wait(empty.index(3), phase)
         mbarrier.expect(full.index(3), BLOCK * HALF * 2)
-        tma.async_copy_global_to_shared(k_descs[0], [row1, HALF], full.index(3), right_half.index(1))
+        copy_tile(k_descs[0], [row1, HALF], full.index(3), right_half.index(1))
         mbarrier.wait(empty.index(1), phase)
         mbarrier.expect(full.index(1), BLOCK * (HALF + ROPE) * 2)
-        tma.async_copy_global_to_shared(k_descs[1], [row0, 0], full.index(1), rope.index(0))
-        tma.async_copy_global_to_shared(k_descs[0], [row0, HALF], full.index(1), right_half.index(0))
-        mbarrier.wait(empty.index(2), phase)
+        copy_tile(k_descs[1], [row0, 0], full.index(1), rope.index(0))
+        copy_tile(k_descs[0], [row0, HALF], full.index(1), right_half.index(0))
+        mbarrier.wait(empty.index(2), phase)  # and empty.index(3): both have read what lay where the rope part comes
         mbarrier.expect(full.index(2), BLOCK * (HALF + ROPE) * 2)
-        tma.async_copy_global_to_shared(k_descs[1], [row1, 0], full.index(2), rope.index(1))
-        tma.async_copy_global_to_shared(k_descs[0], [row1, 0], full.index(2), left_half.index(1))
+        copy_tile(k_descs[1], [row1, 0], full.index(2), rope.index(1))
+        copy_tile(k_descs[0], [row1, 0], full.index(2), left_half.index(1))
 
 
 @gluon.jit
 def _rows(table_row, first, kv_len, LANES: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr):
-    """Rows among all pages of 64 keys, in four lots of 16; behind the end, the last one's."""
-    lane = gl.arange(0, 16, layout=LANES)
-    key0 = gl.minimum(first + lane, kv_len - 1)
-    key1 = gl.minimum(first + 16 + lane, kv_len - 1)
-    key2 = gl.minimum(first + 32 + lane, kv_len - 1)
-    key3 = gl.minimum(first + 48 + lane, kv_len - 1)
-    return (
-        gl.load(table_row + key0 // PAGE_SIZE) * PAGE_ROWS + key0 % PAGE_SIZE,
-        gl.load(table_row + key1 // PAGE_SIZE) * PAGE_ROWS + key1 % PAGE_SIZE,
-        gl.load(table_row + key2 // PAGE_SIZE) * PAGE_ROWS + key2 % PAGE_SIZE,
-        gl.load(table_row + key3 // PAGE_SIZE) * PAGE_ROWS + key3 % PAGE_SIZE,
-    )
+    """Rows among all pages of 64 keys; behind the end, the last one's."""
+    key = gl.minimum(first + gl.arange(0, BLOCK, layout=LANES), kv_len - 1)
+    return gl.load(table_row + key // PAGE_SIZE) * PAGE_ROWS + key % PAGE_SIZE
 
 
 @gluon.jit
 def _copy_rows(target, pages, rows, first, LAYOUT: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr):
     """64 rows of WIDTH elements, from the first on, by cp.async."""
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    for lot in gl.static_range(4):
-        row = gl.convert_layout(rows[lot], gl.SliceLayout(1, LAYOUT))
-        address = pages + row.to(gl.int64)[:, None] * ROW + (first + column)[None, :]
-        async_copy.async_copy_global_to_shared(target.slice(16 * lot, 16, dim=0), address)
+    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    copy_elements(target, pages + rows.to(gl.int64)[:, None] * ROW + column[None, :])
 
 
 @gluon.jit
 def _gather_pairs(table_row, pages, begin, pairs, kv_len, pair, left_half, right_half, rope, full, empty,
                   PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
     """By cp.async of four warps, of smaller pages."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LANES: gl.constexpr = gl.SliceLayout(1, WIDE)
-    NARROW_LANES: gl.constexpr = gl.SliceLayout(1, NARROW)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # few rows, so few addresses, a thread
+    LANES: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    rows0 = _rows(table_row, begin * BLOCK, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
+    rows1 = _rows(table_row, (begin + 1) * BLOCK, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
     for i in range(pairs):
         phase = ((pair + i) & 1) ^ 1
-        key = (begin + 2 * i) * BLOCK
-        rows = _rows(table_row, key, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
-        narrow = _rows(table_row, key, kv_len, NARROW_LANES, PAGE_SIZE, PAGE_ROWS)
         mbarrier.wait(empty.index(0), phase)
-        _copy_rows(left_half.index(0), pages, rows, 0, WIDE, HALF, ROW)
+        _copy_rows(left_half.index(0), pages, rows0, 0, LAYOUT, HALF, ROW)
         async_copy.mbarrier_arrive(full.index(0), increment_count=False)
         mbarrier.wait(empty.index(1), phase)
-        _copy_rows(rope.index(0), pages, narrow, LATENT, NARROW, ROPE, ROW)
-        _copy_rows(right_half.index(0), pages, rows, HALF, WIDE, HALF, ROW)
+        _copy_rows(rope.index(0), pages, rows0, LATENT, LAYOUT, ROPE, ROW)
+        _copy_rows(right_half.index(0), pages, rows0, HALF, LAYOUT, HALF, ROW)
         async_copy.mbarrier_arrive(full.index(1), increment_count=False)
-        rows = _rows(table_row, key + BLOCK, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
-        narrow = _rows(table_row, key + BLOCK, kv_len, NARROW_LANES, PAGE_SIZE, PAGE_ROWS)
+        key = (begin + 2 * i + 2) * BLOCK
+        rows0 = _rows(table_row, key, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
         mbarrier.wait(empty.index(2), phase)
-        _copy_rows(rope.index(1), pages, narrow, LATENT, NARROW, ROPE, ROW)
-        _copy_rows(left_half.index(1), pages, rows, 0, WIDE, HALF, ROW)
+        mbarrier.wait(empty.index(3), phase)  # both warpgroups have read what lay where the rope part comes
+        _copy_rows(rope.index(1), pages, rows1, LATENT, LAYOUT, ROPE, ROW)
+        _copy_rows(left_half.index(1), pages, rows1, 0, LAYOUT, HALF, ROW)
         async_copy.mbarrier_arrive(full.index(2), increment_count=False)
-        mbarrier.wait(empty.index(3), phase)
-        _copy_rows(right_half.index(1), pages, rows, HALF, WIDE, HALF, ROW)
+        _copy_rows(right_half.index(1), pages, rows1, HALF, LAYOUT, HALF, ROW)
         async_copy.mbarrier_arrive(full.index(3), increment_count=False)
+        rows1 = _rows(table_row, key + BLOCK, kv_len, LANES, PAGE_SIZE, PAGE_ROWS)
     async_copy.wait_group(0)
 
 
@@ -224,7 +217,7 @@ def _pairs0(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
         s = gl.where((key + i * 2 * BLOCK + lane)[None, :] < limit[:, None], s * scale, float("-inf"))
         most0 = gl.maximum(most, gl.max(s, 1))
         maxima.index(0).store(most0)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(agreed.index(0), count=1)
         kept0 = gl.exp2(most - most0)
         p = gl.exp2(s - most0[:, None])
@@ -236,18 +229,18 @@ def _pairs0(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
         kept1 = gl.exp2(most0 - most1)
         rope.index(0).store((p * kept1[:, None]).to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(agreed.index(2), count=1)
         total = total * kept1
         most = most1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(0), count=1)
         acc = acc * gl.convert_layout(kept1, gl.SliceLayout(1, LO))[:, None]
         mbarrier.wait(agreed.index(3), phase)
         acc = warpgroup_mma(rope.index(1), left_half.index(1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(2), count=1)
     return acc, most, total
 
@@ -256,7 +249,6 @@ def _pairs0(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
 def _pairs1(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_half, right_half, rope, full, empty,
             agreed, maxima, LS: gl.constexpr, LO: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
     """The second warpgroup: scores of the second block, right half of the output."""
-    DP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, LS)
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, LS)
     lane = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LS))
@@ -283,14 +275,13 @@ def _pairs1(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
         mbarrier.wait(agreed.index(0), phase)
         most1 = gl.maximum(maxima.index(0).load(ROWS), own_most)
         maxima.index(1).store(most1)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(agreed.index(1), count=1)
         kept = gl.exp2(most - most1)
         p = gl.exp2(s - most1[:, None])
-        weights = p.to(dtype)
-        rope.index(1).store(weights)
+        rope.index(1).store(p.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(agreed.index(3), count=1)
         total = total * kept + gl.sum(p, 1)
         most = most1
@@ -298,29 +289,29 @@ def _pairs1(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
         if GATHER:
             mbarrier.wait(agreed.index(2), phase)
             acc = warpgroup_mma(rope.index(0), right_half.index(0), acc, is_async=True)
-            acc = warpgroup_mma(gl.convert_layout(weights, DP), right_half.index(1), acc, is_async=True)
+            acc = warpgroup_mma(rope.index(1), right_half.index(1), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(1), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(3), count=1)
         else:
-            acc = warpgroup_mma(gl.convert_layout(weights, DP), right_half.index(1), acc, is_async=True)
+            acc = warpgroup_mma(rope.index(1), right_half.index(1), acc, is_async=True)
             mbarrier.wait(agreed.index(2), phase)
             acc = warpgroup_mma(rope.index(0), right_half.index(0), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(3), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(1), count=1)
     return acc, most, total
 
 
 @gluon.jit
 def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale, out,
-             out_token, lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full, empty,
+             lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full, empty,
              agreed, maxima, totals, summed, q_full, q_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr,
              CAUSAL: gl.constexpr, RANGES: gl.constexpr, OVERHEAD: gl.constexpr, GATHER: gl.constexpr,
              LSE: gl.constexpr, SINKS: gl.constexpr, NUMBER: gl.constexpr):  # fmt: skip
@@ -376,7 +367,7 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
                             rope, full, empty, agreed, maxima, LS, LO, GATHER,
                         )  # fmt: skip
                     totals.index(NUMBER).store(total)
-                    gl.thread_barrier()
+                    barrier()
                     mbarrier.arrive(q_empty, count=1)
                     mbarrier.arrive(summed.index(NUMBER), count=1)
                     mbarrier.wait(summed.index(1 - NUMBER), piece & 1)
@@ -394,7 +385,7 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
                     column = NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LO))
                     if whole:
                         at = tile * BLOCK + out_row
-                        place_of = (qo_begin + at // HEAD_TILE).to(gl.int64) * out_token + (
+                        place_of = (qo_begin + at // HEAD_TILE).to(gl.int64) * (HEADS * LATENT) + (
                             first_head + at % HEAD_TILE
                         ) * LATENT
                         gl.store(
@@ -419,10 +410,10 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
         seq += 1
 
 
-@gluon.jit(do_not_specialize=["table_stride", "least_qo_len", "most_qo_len", "out_token", "tiles"])
+@gluon.jit(do_not_specialize=["table_stride", "least_qo_len", "most_qo_len", "tiles"])
 def hopper_mla_kernel(
     q_latent_desc, q_rope_desc, k_latent_desc, k_rope_desc, pages, out, lse, records, block_table, table_stride,
-    qo_indptr, kv_lens, partial_out, partial_lse, out_token, scale, sinks, least_qo_len, most_qo_len, tiles,
+    qo_indptr, kv_lens, partial_out, partial_lse, scale, sinks, least_qo_len, most_qo_len, tiles,
     HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr,
     CAUSAL: gl.constexpr, RANGES: gl.constexpr, OVERHEAD: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr,
     SINKS: gl.constexpr,
@@ -471,24 +462,24 @@ def hopper_mla_kernel(
     k_descs = (k_latent_desc, k_rope_desc)
     gl.warp_specialize(
         [
-            (_consume, (
-                records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale,
-                out, out_token, lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full,
-                empty, agreed, maxima, totals, summed, q_full, q_empty, HEADS, HEAD_TILE, CAUSAL, RANGES, OVERHEAD,
-                GATHER, LSE, SINKS, 0,
-            )),
-            (_consume, (
-                records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale,
-                out, out_token, lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full,
-                empty, agreed, maxima, totals, summed, q_full, q_empty, HEADS, HEAD_TILE, CAUSAL, RANGES, OVERHEAD,
-                GATHER, LSE, SINKS, 1,
-            )),
             (_produce, (
                 records, block_table, table_stride, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile,
                 first_head, q_descs, k_descs, pages, q, q_rope, left_half, right_half, rope, full, empty, q_full,
                 q_empty, HEADS, HEAD_TILE, CAUSAL, RANGES, OVERHEAD, PAGE_SIZE, PAGE_ROWS, ROW, GATHER,
             )),
+            (_consume, (
+                records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale,
+                out, lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full,
+                empty, agreed, maxima, totals, summed, q_full, q_empty, HEADS, HEAD_TILE, CAUSAL, RANGES, OVERHEAD,
+                GATHER, LSE, SINKS, 0,
+            )),
+            (_consume, (
+                records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale,
+                out, lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full,
+                empty, agreed, maxima, totals, summed, q_full, q_empty, HEADS, HEAD_TILE, CAUSAL, RANGES, OVERHEAD,
+                GATHER, LSE, SINKS, 1,
+            )),
         ],
-        [4, 4 if GATHER else 1],
-        [240, 24],
+        [4, 4],
+        [240, 240],
     )  # fmt: skip

@@ -28,7 +28,8 @@ else:
 
 OVERHEAD = 1  # blocks that a sequence costs beside its own, where work is divided in ranges
 _LOG2_E = 1.4426950408889634
-_MERGED_PARTS, _MERGED_WIDTH = 16, 128
+_WIDE, _NARROW, _MANY_ROWS = 512, 32, 1024
+"""Elements of a row that a program merges, where rows are as many, and where they are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,15 +120,18 @@ class AttendKernel:
         """Launches what merges its parts."""
         spec, tile, sinks = self.spec, self.tile, call.sinks
         rows = min(tile.block_m, self.head_tile * call.batch.max_qo_len)
-        grid = (division.num_merges * division.tiles * self.heads, rows, -(-spec.vo_head_dim // _MERGED_WIDTH))
+        lanes = division.num_merges * division.tiles * self.heads
+        widest = min(_power_of_two(spec.vo_head_dim), _WIDE)
+        wide = lanes * rows >= _MANY_ROWS
+        grid = (lanes, rows, -(-spec.vo_head_dim // (widest if wide else _NARROW)))
         chained = self.tuned.chained
         self._merge(
             (division.ranges, None if sinks is None else sinks.dtype, call.out.data_ptr() % 16),
             grid,
             call.out, call.lse, division.merges, call.batch.qo_indptr, division.partial_out, division.partial_lse,
-            call.out.stride(0), *layer.scales[2:], sinks, division.tiles,
+            *layer.scales[2:], sinks, division.tiles, int(wide),
             spec.num_qo_heads, spec.group_size, self.head_tile, spec.vo_head_dim, division.ranges, tile.block_m,
-            _MERGED_PARTS, _MERGED_WIDTH, chained,
+            widest, _NARROW, chained,
             **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
 
@@ -161,7 +165,7 @@ class PlainKernel(AttendKernel):
             (division.num_programs * division.tiles * self.heads, 1, 1),
             q, layer.k, layer.v, out, call.lse, *descs, division.records, batch.block_table,
             batch.block_table.stride(0), batch.qo_indptr, batch.kv_lens, division.partial_out, division.partial_lse,
-            q.stride(0) // unit, q.stride(1) // unit, out.stride(0), self._scale, spec.logits_soft_cap,
+            q.stride(0) // unit, q.stride(1) // unit, self._scale, spec.logits_soft_cap,
             spec.sliding_window, *layer.scales, call.sinks, call.slopes, call.tree_bits, call.tree_starts,
             *division.qo_lens, division.tiles,
             spec.num_qo_heads, spec.group_size, self.head_tile, *self._dims.values(), *layer.strides, unit,
@@ -285,7 +289,7 @@ class HopperMLAKernel(_HopperKernel):
             (division.num_programs * division.tiles * self.heads, 1, 1),
             *q_descs, *self._descriptors(layer), layer.k, out, call.lse, division.records, batch.block_table,
             batch.block_table.stride(0), batch.qo_indptr, batch.kv_lens, division.partial_out, division.partial_lse,
-            out.stride(0), self.spec.scale * _LOG2_E, call.sinks, *division.qo_lens, division.tiles,
+            self.spec.scale * _LOG2_E, call.sinks, *division.qo_lens, division.tiles,
             spec.num_qo_heads, self.head_tile, self.cache.page_size, k_page // k_token, k_token, spec.causal,
             division.ranges, OVERHEAD, self._gathers, call.lse is not None, call.sinks is not None,
             num_warps=4,
@@ -329,7 +333,7 @@ class HopperExtendKernel(_HopperKernel):
             (division.num_programs * self.heads, 1, 1),
             q, layer.k, layer.v, out, call.lse, *descs, division.records, batch.block_table,
             batch.block_table.stride(0), division.partial_out, division.partial_lse, q.stride(0) // unit,
-            q.stride(1) // unit, out.stride(0), spec.scale * _LOG2_E, spec.sliding_window, call.sinks,
+            q.stride(1) // unit, spec.scale * _LOG2_E, spec.sliding_window, call.sinks,
             spec.num_qo_heads, spec.group_size, *self._widths, *layer.strides, unit, self.cache.page_size, spec.causal,
             spec.sliding_window is not None, descs[0] is None, call.lse is not None, call.sinks is not None,
             num_warps=4,

@@ -57,6 +57,12 @@ def _lengths(qo_indptr, kv_lens, seq, num_seqs, least_qo_len, most_qo_len, WINDO
 
 
 @triton.jit
+def _program_of(place, ranges, whole):
+    """Whose range a place lies in: range p begins at p * whole // ranges."""
+    return (((place + 1) * ranges - 1) // whole).to(tl.int32)
+
+
+@triton.jit
 def _store_lengths(record, qo_indptr, kv_lens, seq, mask):
     begin = tl.load(qo_indptr + seq, mask=mask, other=0)
     tl.store(record + 4, begin, mask=mask)
@@ -78,13 +84,24 @@ def ranges_kernel(
     """
     lanes = tl.arange(0, SEQS)
     total = tl.zeros([], dtype=tl.int32)
+    served = tl.zeros([], dtype=tl.int32)
     for start in range(0, num_seqs, SEQS):
         _, blocks = _lengths(qo_indptr, kv_lens, start + lanes, num_seqs, least_qo_len, most_qo_len, WINDOW, BLOCK_N)
         total += tl.sum(tl.where(blocks > 0, blocks + OVERHEAD, 0))
-    length = tl.maximum(tl.maximum(tl.cdiv(total, num_programs), least_blocks), 1)
+        served += tl.sum((blocks > 0).to(tl.int32))
+    # As many ranges as give every sequence equally many, or equally many sequences to each, if that is most of them:
+    # where sequences are of one length, they are then divided as little as can be.
+    served = tl.maximum(served, 1)
+    ranges = tl.maximum(tl.minimum(num_programs, total // least_blocks), 1)
+    rounds = tl.cdiv(served, ranges)
+    even = tl.where(served <= ranges, ranges // served * served, tl.cdiv(served, rounds))
+    ranges = tl.where(even * 10 >= ranges * 9, even, ranges).to(tl.int64)
+    whole = tl.maximum(total, 1).to(tl.int64)
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    begin = tl.minimum(program * length, total)
-    end = tl.minimum(begin + length, total)
+    begin = tl.where(program < ranges, program * whole // ranges, total).to(tl.int32)
+    end = tl.where(program < ranges, (program + 1) * whole // ranges, total).to(tl.int32)
+    begin = tl.minimum(begin, total)
+    end = tl.minimum(end, total)
     last = tl.maximum(end - 1, 0)
     # The sequence in which a place lies is the number of those that end at it or before.
     first_seq = tl.zeros([PROGRAMS], dtype=tl.int32)
@@ -101,8 +118,8 @@ def ranges_kernel(
         if (num_seqs <= num_programs) & (start // SEQS % tl.num_programs(0) == tl.program_id(0)):
             merge = merges + (start + lanes) * 4
             mask = start + lanes < num_seqs
-            first_program = (own_ends - cost) // length
-            parts = (own_ends - 1) // length - first_program + 1
+            first_program = _program_of(own_ends - cost, ranges, whole)
+            parts = _program_of(own_ends - 1, ranges, whole) - first_program + 1
             tl.store(merge, tl.where((cost > 0) & (parts > 1), parts, 0), mask=mask)
             tl.store(merge + 1, first_program, mask=mask)
             tl.store(merge + 2, start + lanes, mask=mask)
@@ -126,7 +143,7 @@ def ranges_kernel(
     if num_seqs > num_programs:
         continues = busy & (last_start >= begin) & (last_end > end)
         merge = merges + program * 4
-        tl.store(merge, tl.where(continues, (last_end - 1) // length - program + 1, 0), mask=mask)
+        tl.store(merge, tl.where(continues, _program_of(last_end - 1, ranges, whole) - program + 1, 0), mask=mask)
         tl.store(merge + 1, program, mask=mask)
         tl.store(merge + 2, last_seq, mask=mask)
         tl.store(merge + 3, tl.zeros_like(program), mask=mask)
