@@ -24,16 +24,15 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from mem_cache_report import Timer
-from nvidia_measure import measure, measure_host
+from nvidia_measure import contained, measure, measure_host
 from nvidia_raw import compile_kernels
 from nvidia_report import nvidia_gpu, print_group, print_host, print_remarks, print_verdicts, versions
-from nvidia_results import Bound, Result, described
+from nvidia_results import Bound, Result
 from nvidia_rows import GROUPS, Group, Row
 from nvidia_runtimes import Runtimes
 from rich.console import Console
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 calls.append(functools.partial(measure_host, group, runtimes, device))
             measured = []
             for call in calls:
-                with contained(group, failures):
+                with contained(group.name, failures):
                     measured.append(call())
             print_group(console, group, [result for result in measured if not result.host])
             for result in measured:
@@ -100,18 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = json.dumps({**facts, "rows": rows_json, "bounds": [bound.to_json() for bound in bounds]}, indent=1)
         options.json.write_text(text + "\n")
     return int(not bounds or bool(failures) or not all(bound.met for bound in bounds))
-
-
-@contextmanager
-def contained(group: Group, failures: list[str]) -> Iterator[None]:
-    """What fails in here, such as a device that is lost, is a failure, and what was measured before is still told."""
-    try:
-        yield
-    except Exception as error:
-        failures.append(f"{group.name}: {described(error)}")
-    gc.collect()  # graphs, and the pools of the last group
-    with suppress(RuntimeError):  # a device that is lost fails again here
-        torch.cuda.empty_cache()
 
 
 def select(only: str) -> list[tuple[Group, list[Row], bool]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from mem_cache_report import Timer
@@ -29,11 +30,11 @@ HOST_REPEATS, HOST_BURST = 30, 40
 def measure(group: Group, row: Row, runtimes: Runtimes, timer: Timer, rounds: int) -> Result:
     """All ways of one row, under graph replay. What cannot be done is in the result, with its reason.
 
-    The device's time is measured, after its cache was flushed. A round is as many turns as the timer has repeats for.
+    The device's time is measured, after its cache was flushed.
     """
     result = Result(group=group, row=row)
     inputs = Inputs.random(group, row, timer.device)
-    ways = _Ways(result)
+    ways = Ways(result)
     with _steps(runtimes, row, result, inputs) as plans:
         for kernel, rt, plan in _raw(group, runtimes, plans):
             with ways.expected(kernel, ours=False):
@@ -54,11 +55,19 @@ def measure(group: Group, row: Row, runtimes: Runtimes, timer: Timer, rounds: in
                     ways.add(in_graph(backend), _run_call(rt, graph_plan, inputs, out), before_replay=refresh)
             elif group.spec.graph >= GraphLevel.DECODE:
                 result.reasons[in_graph(backend)] = "it declares no graphs for this"
-        if ways.calls:
-            size = timer.repeats // rounds
-            for way, times in timer(ways.calls).items():
-                result.times_us[way] = [statistics.median(times[i * size : (i + 1) * size]) for i in range(rounds)]
+        result.times_us = timed(ways.calls, timer, rounds)
     return result
+
+
+def timed(calls: Mapping[str, Callable[[], object]], timer: Timer, rounds: int) -> dict[str, list[float]]:
+    """By way, the median of each round, in microseconds. A round is as many turns as the timer has repeats for."""
+    if not calls:
+        return {}
+    size = timer.repeats // rounds
+    return {
+        way: [statistics.median(times[i * size : (i + 1) * size]) for i in range(rounds)]
+        for way, times in timer(calls).items()
+    }
 
 
 def measure_host(group: Group, runtimes: Runtimes, device: torch.device) -> Result:
@@ -69,7 +78,7 @@ def measure_host(group: Group, runtimes: Runtimes, device: torch.device) -> Resu
     with _steps(runtimes, group.host_row, result, inputs) as plans:
         out = inputs.new_out(group)
         for kernel, rt, plan in _raw(group, runtimes, plans):
-            with _reported(result, kernel, ours=False):
+            with reported(result, kernel, ours=False):
                 _, call = _raw_calls(rt, plan, inputs, kernel, out)
                 call()
                 calls[after_store(kernel)] = call
@@ -105,7 +114,7 @@ def captured(call: Call) -> tuple[Callable[[], object], torch.Tensor]:
     return graph.replay, output
 
 
-class _Ways:
+class Ways:
     """Calls of one row that are captured and right. calls: by way, what the timer calls.
 
     A graph reads the tensors that it was captured with, and does not keep them: the calls that hold them are kept here.
@@ -116,7 +125,7 @@ class _Ways:
         self._kept: list[Call] = []
         self._result = result
         self._first: tuple[str, torch.Tensor] | None = None
-        self.expected = functools.partial(_reported, result)
+        self.expected = functools.partial(reported, result)
 
     def add(self, way: str, call: Call, *, before_replay: Callable[[], object] | None = None) -> None:
         """Captures a call, and checks its result. Where it cannot be captured, it is called each time, and a note left.
@@ -145,7 +154,19 @@ class _Ways:
 
 
 @contextmanager
-def _reported(result: Result, way: str, *, ours: bool = True) -> Iterator[None]:
+def contained(where: str, failures: list[str]) -> Iterator[None]:
+    """What fails in here, such as a device that is lost, is a failure, and what was measured before is still told."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(f"{where}: {described(error)}")
+    gc.collect()  # graphs, and the pools of the last group
+    with suppress(RuntimeError):  # a device that is lost fails again here
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def reported(result: Result, way: str, *, ours: bool = True) -> Iterator[None]:
     """What fails in here is the way's reason, and, unless a vendor's kernel cannot run, a failure."""
     try:
         yield
@@ -162,7 +183,7 @@ def _steps(runtimes: Runtimes, row: Row, result: Result, inputs: Inputs) -> Iter
     plans: dict[str, Plan] = {}
     with ExitStack() as stack:
         for backend, rt in runtimes.of.items():
-            with _reported(result, attention(backend)):
+            with reported(result, attention(backend)):
                 plan = stack.enter_context(open_step(rt, row))
                 _run_call(rt, plan, inputs, inputs.new_out(result.group))()
                 plans[backend] = plan

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from anyattn import AttentionSpec
 from anyattn.types import DTYPE_BYTES
 
@@ -16,11 +19,28 @@ OPERATIONS_PER_S = 790e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One shape. length: tokens of each sequence, of which the last `num_new` are the step's."""
+    """One shape. length: tokens of each sequence, of which the last `num_new` are the step's.
+
+    ragged: where sequences differ, each one's tokens and how many of them are new; the others then only name the row.
+    """
 
     batch: int
     length: int
     num_new: int = 1
+    ragged: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def kv_lens(self) -> npt.NDArray[np.int64]:
+        """[batch], tokens of each sequence, the new ones included."""
+        return self._lens()[:, 0]
+
+    @property
+    def qo_lens(self) -> npt.NDArray[np.int64]:
+        """[batch], new tokens of each sequence."""
+        return self._lens()[:, 1]
+
+    def _lens(self) -> npt.NDArray[np.int64]:
+        return np.array(self.ragged or [(self.length, self.num_new)] * self.batch, dtype=np.int64)
 
     def __str__(self) -> str:
         if self.num_new == 1:
@@ -43,7 +63,7 @@ class Group:
     page_size: int
     rows: Sequence[Row]
     kernels: Mapping[str, Sequence[str]]
-    host_row: Row
+    host_row: Row = Row(batch=4, length=64)
 
     @property
     def kernel_names(self) -> list[str]:
@@ -57,19 +77,20 @@ class Group:
 
     def pages_of(self, row: Row) -> int:
         """Pages that a row's sequences need."""
-        return row.batch * -(-row.length // self.page_size)
+        return int((-(-row.kv_lens // self.page_size)).sum())
 
     def operations(self, row: Row) -> int:
         """Multiplications and additions of both matrix products, over what the causal mask lets through."""
-        seen = row.num_new * (row.length - row.num_new) + row.num_new * (row.num_new + 1) // 2
-        return 2 * row.batch * seen * self.spec.num_qo_heads * (self.spec.head_dim + self.spec.vo_head_dim)
+        new = row.qo_lens
+        seen = int((new * (row.kv_lens - new) + new * (new + 1) // 2).sum())
+        return 2 * seen * self.spec.num_qo_heads * (self.spec.head_dim + self.spec.vo_head_dim)
 
     def num_bytes(self, row: Row) -> int:
         """Keys and values read once, q read and the output written once."""
         spec = self.spec
         cache = spec.cache_spec(num_layers=1, page_size=self.page_size, layout="NHD")
-        q_and_out = row.num_new * spec.num_qo_heads * (spec.head_dim + spec.vo_head_dim) * DTYPE_BYTES[spec.dtype]
-        return row.batch * (row.length * cache.bytes_per_token + q_and_out)
+        q_and_out = spec.num_qo_heads * (spec.head_dim + spec.vo_head_dim) * DTYPE_BYTES[spec.dtype]
+        return int(row.kv_lens.sum() * cache.bytes_per_token + row.qo_lens.sum() * q_and_out)
 
     def limit_us(self, row: Row) -> float:
         """The least time, in microseconds, that memory and matrix units allow."""
@@ -90,7 +111,6 @@ def _mla(num_qo_heads: int) -> Group:
         page_size=64,
         rows=_decodes((1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 8192), (128, 8192)),
         kernels={"flashmla": ["FlashMLA"], "flashinfer_mla": ["FlashInfer MLA fa3"], "fa3": ["FA3"]},
-        host_row=Row(batch=4, length=64),
     )
 
 
@@ -105,7 +125,6 @@ GROUPS = (
         page_size=16,
         rows=_decodes((1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 1024), (64, 8192), (256, 1024)),
         kernels={"fa3": ["FA3"], "flashinfer": ["FlashInfer decode"]},
-        host_row=Row(batch=4, length=64),
     ),
     Group(
         name="GQA prefill",

@@ -37,7 +37,7 @@ class Runtimes:
         for backend in (*group.kernels, AUTO):
             try:
                 rt = new_runtime(group, backend, num_pages, platform)
-                pages = _pages(layer_kv(rt))
+                pages = content_of(rt)
                 content = content or [torch.randn_like(part[1:]) for part in pages]
                 for part, values in zip(pages, content, strict=True):
                     part[1:].copy_(values)  # all but the null page
@@ -81,8 +81,9 @@ def planned(plan: Plan) -> PlannedStep:
     return step
 
 
-def _pages(kv: LayerKV) -> list[torch.Tensor]:
-    """Keys and values, [num_pages, page_size, num_kv_heads, dim]; MLA's are one."""
+def content_of(rt: AttentionRuntime) -> list[torch.Tensor]:
+    """Keys and values of the one layer, [num_pages, page_size, num_kv_heads, dim]; MLA's are one."""
+    kv = layer_kv(rt)
     k, v = kv.nhd()
     return [k] if kv.v_in_k else [k, v]
 
@@ -98,7 +99,7 @@ class Inputs:
     @classmethod
     def random(cls, group: Group, row: Row, device: torch.device) -> Inputs:
         """Normal ones."""
-        spec, tokens = group.spec, row.batch * row.num_new
+        spec, tokens = group.spec, int(row.qo_lens.sum())
         normal = functools.partial(torch.randn, dtype=getattr(torch, spec.dtype), device=device)
         q = normal(tokens, spec.num_qo_heads, spec.head_dim)
         if spec.is_mla:
@@ -120,8 +121,9 @@ def open_step(rt: AttentionRuntime, row: Row) -> Iterator[Plan]:
     allocator.free(pages)  # the page freed first is the first to be used
     seqs = rt.new_sequences(row.batch)
     try:
-        if row.length > row.num_new:
-            rt.extend(seqs, [row.length - row.num_new] * row.batch)
-        yield rt.plan(rt.extend(seqs, [row.num_new] * row.batch))
+        prefix_lens = row.kv_lens - row.qo_lens
+        if prefix_lens.any():
+            rt.extend(seqs, prefix_lens.tolist())
+        yield rt.plan(rt.extend(seqs, row.qo_lens.tolist()))
     finally:
         rt.free(seqs)

@@ -32,7 +32,7 @@ def test_what_is_refused_ends_as_a_paragraph_with_exit_code_1(anyattn, argv, wan
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["backends"], ["generate", "--prompt", "x"]])
+@pytest.mark.parametrize("command", [["doctor"], ["backends"], ["warmup"], ["generate", "--prompt", "x"]])
 @pytest.mark.parametrize(("name", "value"), [("ANYATTN_PAGE_SIZE", "abc"), ("ANYATTN_STRICT", "maybe")])
 def test_a_setting_that_means_nothing_is_refused_by_name(anyattn, monkeypatch, command, name, value):
     monkeypatch.setenv(name, value)
@@ -88,7 +88,9 @@ def test_a_bug_keeps_its_plain_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "argv", [["backends", "--model", "nope"], ["backends", "--kv-dtype", "fp8"], ["doctor"], ["plugins"]], ids=str
+    "argv",
+    [["backends", "--model", "nope"], ["backends", "--kv-dtype", "fp8"], ["doctor"], ["warmup"], ["plugins"]],
+    ids=str,
 )
 def test_with_json_a_refusal_is_an_object_too(anyattn, monkeypatch, argv):
     if len(argv) == 1:
@@ -115,7 +117,7 @@ def test_the_version_is_the_distributions(anyattn):
     assert ended.out.startswith("anyattn ")
 
 
-@pytest.mark.parametrize("command", ["doctor", "backends", "plugins", "generate"])
+@pytest.mark.parametrize("command", ["doctor", "backends", "warmup", "plugins", "generate"])
 def test_every_command_explains_itself(anyattn, command):
     ended = anyattn(command, "--help")
     assert ended.code == 0

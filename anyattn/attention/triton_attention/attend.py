@@ -374,7 +374,7 @@ def merge_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr,
     BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program merges WIDE elements of one row, or NARROW ones where rows are few, which then may have many parts.
+    """One program merges WIDE elements of one row, or NARROW ones where rows may have many parts.
 
     It reads 4 bytes for each of these and each of the row's parts.
 
@@ -407,7 +407,7 @@ def merge_kernel(
     if wide:
         _merge_row(
             out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, tiles * heads, lane_row,
-            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 8, WIDE,
+            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 16, WIDE,
         )  # fmt: skip
     else:
         _merge_row(

@@ -78,14 +78,14 @@ def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_le
     place = gl.load(record + 2)
     left = gl.load(record + 3)
     left = gl.where(seq < 0, 0, left)
+    qo_begin = gl.load(record + 4)
+    qo_len = gl.load(record + 5)
+    kv_len = gl.load(record + 6)
     if not RANGES:
         tile = gl.load(record + 1)
     pair = 0
     piece = 0
     while left > 0:
-        qo_begin = gl.load(qo_indptr + seq)
-        qo_len = gl.load(qo_indptr + seq + 1) - qo_begin
-        kv_len = gl.load(kv_lens + seq)
         if (qo_len >= least_qo_len) & (qo_len <= most_qo_len) & (qo_len > 0):
             begin, end, rest, whole = _piece(
                 record, place, left, tile, qo_len, kv_len, HEAD_TILE, CAUSAL, RANGES, OVERHEAD
@@ -115,7 +115,11 @@ def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_le
                 piece += 1
             left = rest
             place = 0
-        seq += 1
+        if left > 0:
+            seq += 1
+            qo_begin = gl.load(qo_indptr + seq)
+            qo_len = gl.load(qo_indptr + seq + 1) - qo_begin
+            kv_len = gl.load(kv_lens + seq)
 
 
 @gluon.jit
@@ -325,14 +329,14 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
     place = gl.load(record + 2)
     left = gl.load(record + 3)
     left = gl.where(seq < 0, 0, left)
+    qo_begin = gl.load(record + 4)
+    qo_len = gl.load(record + 5)
+    kv_len = gl.load(record + 6)
     if not RANGES:
         tile = gl.load(record + 1)
     pair = 0
     piece = 0
     while left > 0:
-        qo_begin = gl.load(qo_indptr + seq)
-        qo_len = gl.load(qo_indptr + seq + 1) - qo_begin
-        kv_len = gl.load(kv_lens + seq)
         if (qo_len >= least_qo_len) & (qo_len <= most_qo_len) & (qo_len > 0):
             begin, end, rest, whole = _piece(
                 record, place, left, tile, qo_len, kv_len, HEAD_TILE, CAUSAL, RANGES, OVERHEAD
@@ -407,7 +411,11 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
                         gl.store(partial_lse + partial * BLOCK + gl.arange(0, BLOCK, layout=ROWS), nothing)
             left = rest
             place = 0
-        seq += 1
+        if left > 0:
+            seq += 1
+            qo_begin = gl.load(qo_indptr + seq)
+            qo_len = gl.load(qo_indptr + seq + 1) - qo_begin
+            kv_len = gl.load(kv_lens + seq)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "least_qo_len", "most_qo_len", "tiles"])

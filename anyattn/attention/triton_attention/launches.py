@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,8 @@ else:
 
 OVERHEAD = 1  # blocks that a sequence costs beside its own, where work is divided in ranges
 _LOG2_E = 1.4426950408889634
-_WIDE, _NARROW, _MANY_ROWS = 512, 32, 1024
-"""Elements of a row that a program merges, where rows are as many, and where they are fewer."""
+_WIDE, _NARROW, _FEW_PARTS = 512, 32, 32
+"""Elements of a row that a program merges, where a row has no more parts than that, and where it may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,7 +123,7 @@ class AttendKernel:
         rows = min(tile.block_m, self.head_tile * call.batch.max_qo_len)
         lanes = division.num_merges * division.tiles * self.heads
         widest = min(_power_of_two(spec.vo_head_dim), _WIDE)
-        wide = lanes * rows >= _MANY_ROWS
+        wide = not division.ranges or division.num_programs <= _FEW_PARTS * call.batch.num_seqs
         grid = (lanes, rows, -(-spec.vo_head_dim // (widest if wide else _NARROW)))
         chained = self.tuned.chained
         self._merge(
@@ -142,9 +143,9 @@ class PlainKernel(AttendKernel):
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, tuned: Tuning, *, rows: int) -> None:
         """rows: of a sequence, at most; 0 for steps of many."""
         self._dims = dims = head_dims(spec)
-        table: dict[int, Any] = tuned.short if rows else tuned.long
-        found = table[min(most for most in table if most >= min(spec.head_dim, max(table)))]
-        tile: Tile = found[(rows > 16) + (rows > 32)] if rows else found
+        tile = _tile_of(tuned.short if rows else {most: (each,) for most, each in tuned.long.items()}, spec, rows)
+        if rows and tuned.gathered and cache.page_size % tile.block_n:
+            tile = _tile_of({**tuned.short, **tuned.gathered}, spec, rows)
         item = getattr(torch, spec.dtype).itemsize
         keys = dims["D1"] + dims["D2"]
         values = 0 if dims["V_IN_K"] else dims["DV1"] + dims["DV2"]
@@ -185,6 +186,12 @@ class PlainKernel(AttendKernel):
                 kept = (of(layer.k, dims["D1"]), of(layer.k, dims["D2"]), *of_v)
             layer.kept[self] = kept
         return kept
+
+
+def _tile_of(table: Mapping[int, tuple[Tile, ...]], spec: AttentionSpec, rows: int) -> Tile:
+    """table: of `Tuning`, by the most elements of a key or value; rows: of a sequence, 0 for many."""
+    largest = min(max(spec.head_dim, spec.vo_head_dim), max(table))
+    return table[min(most for most in table if most >= largest)][(rows > 16) + (rows > 32)]
 
 
 def head_dims(spec: AttentionSpec) -> dict[str, Any]:

@@ -6,7 +6,7 @@ architecture's shared memory holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class Tuning:
     shared_bytes: of a multiprocessor, as one program can have them. descriptors: whether blocks of keys come by TMA
     where a page holds them. native_fp8: whether its instructions convert from float8_e4m3fn and float8_e5m2.
     chained: whether a kernel may start before the one that it waits for has ended (programmatic dependent launch).
-    short: by the most elements of a key, tiles of 16, 32 and 64 rows, for steps of few rows; long: of the others.
+    short: by the most elements of a key or value, tiles of 16, 32 and 64 rows, for steps of few rows; long: of the
+    others. gathered: instead of `short`, where a page does not hold a block of that tile.
     """
 
     shared_bytes: int
@@ -41,6 +42,7 @@ class Tuning:
     chained: bool = False
     short: dict[int, tuple[Tile, Tile, Tile]]
     long: dict[int, Tile]
+    gathered: dict[int, tuple[Tile, Tile, Tile]] = field(default_factory=dict)
 
 
 def _tile(block_m: int, block_n: int, num_warps: int, stages: int, per_core: int = 1, least_keys: int = 128) -> Tile:
@@ -55,11 +57,12 @@ _SM90 = Tuning(
     native_fp8=True,
     chained=True,
     short={
-        64: (_tile(16, 128, 4, 3, 2), _tile(32, 128, 4, 3, 2), _tile(64, 128, 4, 3, 2)),
-        128: (_tile(16, 128, 4, 2, 1), _tile(32, 128, 4, 2, 1), _tile(64, 64, 4, 3, 2)),
-        256: (_tile(16, 64, 4, 2, 1), _tile(32, 64, 4, 2, 1), _tile(64, 64, 4, 2, 1)),
-        1024: (_tile(16, 32, 4, 3, 2), _tile(32, 32, 4, 3, 1), _tile(64, 64, 8, 2, 1)),
+        64: (_tile(16, 128, 4, 3, 2, 128), _tile(32, 128, 4, 3, 2, 128), _tile(64, 128, 4, 3, 2, 128)),
+        128: (_tile(16, 64, 4, 3, 2, 64), _tile(32, 64, 4, 3, 2, 64), _tile(64, 64, 4, 3, 2, 64)),
+        256: (_tile(16, 64, 4, 2, 1, 64), _tile(32, 64, 4, 2, 1, 64), _tile(64, 64, 4, 2, 1, 64)),
+        1024: (_tile(16, 64, 4, 3, 1, 64), _tile(32, 64, 8, 3, 1, 64), _tile(64, 64, 8, 2, 1, 64)),
     },
+    gathered={1024: (_tile(16, 32, 4, 3, 2, 64), _tile(32, 64, 8, 3, 1, 64), _tile(64, 64, 8, 2, 1, 64))},
     long={
         64: _tile(128, 64, 4, 3, 2),
         128: _tile(64, 64, 4, 3, 2),
