@@ -169,6 +169,45 @@ def _weights(a, b, most, total, scale):
 
 
 @gluon.jit
+def _blocks(acc, p0, p1, most, total, start, stop, begin, count, scale, lane, most_key, window, position, full_begin, q1,
+            q2, k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2: gl.constexpr, MASKED: gl.constexpr,
+            WINDOWED: gl.constexpr, GATHER: gl.constexpr, OUT_ROWS: gl.constexpr, DP: gl.constexpr):  # fmt: skip
+    """Blocks number start to stop, counted from the last one on. p0, p1: weights of the block before, not added up yet."""
+    dtype: gl.constexpr = v.dtype
+    for i in range(start, stop):
+        stage = i % STAGES
+        before = (i - 1) % STAGES
+        first = (begin + count - 1 - i) * BLOCK_N
+        mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+        if GATHER:
+            fence_async_shared()
+        a, b = _scores(q1, q2, k1, k2, stage, zeros, D2)
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+        if GATHER:
+            fence_async_shared()
+        acc = warpgroup_mma(p0, v.index(2 * before), acc, is_async=True)
+        acc = warpgroup_mma(p1, v.index(2 * before + 1), acc, is_async=True)
+        a, b = warpgroup_mma_wait(2, deps=[a, b])
+        barrier()
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if MASKED:
+            a = _masked(a, first, lane, most_key, window, position, WINDOWED)
+            b = _masked(b, first + HALF, lane, most_key, window, position, WINDOWED)
+        elif WINDOWED:
+            if first < full_begin:
+                a = _masked(a, first, lane, most_key, window, position, WINDOWED)
+                b = _masked(b, first + HALF, lane, most_key, window, position, WINDOWED)
+        a, b, most, total, kept = _weights(a, b, most, total, scale)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        barrier()
+        mbarrier.arrive(v_empty.index(before), count=1)
+        p0 = gl.convert_layout(a.to(dtype), DP)
+        p1 = gl.convert_layout(b.to(dtype), DP)
+        acc = acc * gl.convert_layout(kept, OUT_ROWS)[:, None]
+    return acc, p0, p1, most, total
+
+
+@gluon.jit
 def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile, first_head,
              qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole, q1, q2, k1, k2, v,
              k_full, k_empty, v_full, v_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, D1: gl.constexpr,
@@ -221,32 +260,16 @@ def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scal
         a, b, most, total, kept = _weights(a, b, most, total, scale)
         p0 = gl.convert_layout(a.to(dtype), DP)
         p1 = gl.convert_layout(b.to(dtype), DP)
-        for i in range(1, count):
-            stage = i % STAGES
-            before = (i - 1) % STAGES
-            first = (begin + count - 1 - i) * BLOCK_N
-            mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-            if GATHER:
-                fence_async_shared()
-            a, b = _scores(q1, q2, k1, k2, stage, zeros, D2)
-            mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-            if GATHER:
-                fence_async_shared()
-            acc = warpgroup_mma(p0, v.index(2 * before), acc, is_async=True)
-            acc = warpgroup_mma(p1, v.index(2 * before + 1), acc, is_async=True)
-            a, b = warpgroup_mma_wait(2, deps=[a, b])
-            barrier()
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            if (first + BLOCK_N > full_end) | (first < full_begin):
-                a = _masked(a, first, lane, most_key, window, position, WINDOWED)
-                b = _masked(b, first + HALF, lane, most_key, window, position, WINDOWED)
-            a, b, most, total, kept = _weights(a, b, most, total, scale)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            barrier()
-            mbarrier.arrive(v_empty.index(before), count=1)
-            p0 = gl.convert_layout(a.to(dtype), DP)
-            p1 = gl.convert_layout(b.to(dtype), DP)
-            acc = acc * gl.convert_layout(kept, OUT_ROWS)[:, None]
+        # Then blocks that some row sees in part, at the end, and all others: the mask is looked at again for windows.
+        masked = gl.minimum(gl.maximum(gl.cdiv(first + BLOCK_N - full_end, BLOCK_N), 1), count)
+        acc, p0, p1, most, total = _blocks(
+            acc, p0, p1, most, total, 1, masked, begin, count, scale, lane, most_key, window, position, full_begin, q1, q2,
+            k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2, True, WINDOWED, GATHER, OUT_ROWS, DP,
+        )  # fmt: skip
+        acc, p0, p1, most, total = _blocks(
+            acc, p0, p1, most, total, masked, count, begin, count, scale, lane, most_key, window, position, full_begin, q1,
+            q2, k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2, False, WINDOWED, GATHER, OUT_ROWS, DP,
+        )  # fmt: skip
         before = (count - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
         if GATHER:

@@ -29,6 +29,7 @@ else:
 
 OVERHEAD = 1  # blocks that a sequence costs beside its own, where work is divided in ranges
 _LOG2_E = 1.4426950408889634
+_WIDEST = 256  # elements of keys and values of which tiles of many rows are computed
 _WIDE, _NARROW, _FEW_PARTS = 512, 32, 32
 """Elements of a row that a program merges, where a row has no more parts than that, and where it may have more."""
 
@@ -143,9 +144,9 @@ class PlainKernel(AttendKernel):
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, tuned: Tuning, *, rows: int) -> None:
         """rows: of a sequence, at most; 0 for steps of many."""
         self._dims = dims = head_dims(spec)
+        if max(spec.head_dim, spec.vo_head_dim) > _WIDEST and not dims["V_IN_K"]:
+            rows = 16  # larger tiles of two such accumulators are more than registers hold
         tile = _tile_of(tuned.short if rows else {most: (each,) for most, each in tuned.long.items()}, spec, rows)
-        if rows and tuned.gathered and cache.page_size % tile.block_n:
-            tile = _tile_of({**tuned.short, **tuned.gathered}, spec, rows)
         item = getattr(torch, spec.dtype).itemsize
         keys = dims["D1"] + dims["D2"]
         values = 0 if dims["V_IN_K"] else dims["DV1"] + dims["DV2"]
