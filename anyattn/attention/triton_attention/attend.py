@@ -407,12 +407,12 @@ def merge_kernel(
     if wide:
         _merge_row(
             out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, tiles * heads, lane_row,
-            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 16, WIDE,
+            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 4, WIDE,
         )  # fmt: skip
     else:
         _merge_row(
             out, lse, partial_out, partial_lse, v_scale, v_step, sinks, parts, first, lane, tiles * heads, lane_row,
-            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 64, NARROW,
+            qo_begin + token, head, kv_head, HEADS, DV, RANGES, BLOCK_M, 32, NARROW,
         )  # fmt: skip
 
 

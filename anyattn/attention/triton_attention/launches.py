@@ -30,8 +30,8 @@ else:
 OVERHEAD = 1  # blocks that a sequence costs beside its own, where work is divided in ranges
 _LOG2_E = 1.4426950408889634
 _WIDEST = 256  # elements of keys and values of which tiles of many rows are computed
-_WIDE, _NARROW, _FEW_PARTS = 512, 32, 32
-"""Elements of a row that a program merges, where a row has no more parts than that, and where it may have more."""
+_WIDE, _NARROW, _FEW_PARTS = 512, 64, 12
+"""Elements of a row that a program merges where rows have about so many parts at most, and where they have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
