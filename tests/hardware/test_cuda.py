@@ -12,6 +12,7 @@ import anyattn
 from anyattn import discovery
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.attention.torch_native import TorchNativeBackend
+from anyattn.attention.triton_attention.backend import TritonBackend
 from anyattn.hardware_backend.cuda.dsa import DSABackend
 from anyattn.hardware_backend.cuda.fa3 import FA3Backend
 from anyattn.hardware_backend.cuda.fa4 import FA4Backend
@@ -52,6 +53,7 @@ TARGETS = {
     "xqa": ("backend", XQABackend),
     "reference": ("backend", ReferenceBackend),
     "torch_native": ("backend", TorchNativeBackend),
+    "triton": ("backend", TritonBackend),
     "graphs": ("backend", GraphsOnCUDA),
     "paged": ("allocator", PagedAllocator),
     "device": ("allocator", DeviceAllocator),

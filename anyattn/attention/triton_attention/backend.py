@@ -79,7 +79,7 @@ class TritonBackend(AttentionBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"cuda", "rocm", "xpu"}),
         archs=frozenset(tuning.TUNINGS),
-        packages=("torch>=2.9", "triton>=3.5 | pytorch-triton-rocm>=3.5 | pytorch-triton-xpu>=3.5"),
+        packages=("torch>=2.9", "triton>=3.5 | module:triton"),
         extra="cuda",
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES | FP8_DTYPES,
