@@ -16,22 +16,26 @@ LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite, so that differe
 
 
 @triton.jit
-def decoded(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
+def decoded(x, DTYPE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):
     """Elements of the cache in the dtype of the products.
 
-    FP8: "" for none; "native" where the device converts; otherwise bytes are read as the name says, by moving their
-    bits into those of a float16, whose exponent is 8 larger for e4m3 and the same for e5m2.
+    FP8: "" for none; otherwise x are bytes of that format. Where the device cannot convert them (NATIVE), their bits
+    are moved into those of a float16, whose exponent is 8 larger for e4m3 and the same for e5m2.
     """
-    if FP8 == "e4m3":
+    if FP8 == "":
+        return x.to(DTYPE)
+    elif NATIVE:
+        if FP8 == "e4m3":
+            return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        else:
+            return x.to(tl.float8e5, bitcast=True).to(DTYPE)
+    elif FP8 == "e4m3":
         bits = x.to(tl.int16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half.to(tl.int32)).to(tl.int16)
         return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
-    elif FP8 == "e5m2":
-        half = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
-        return half.to(DTYPE)
     else:
-        return x.to(DTYPE)
+        return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
 
 
 @triton.jit
@@ -61,7 +65,7 @@ def attended(
     kv_head, kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     V_IN_K: tl.constexpr, K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Goes over the blocks from first_block to last_block.
@@ -90,13 +94,13 @@ def attended(
             page = tl.load(table_row + token // PAGE_SIZE)
             place = token % PAGE_SIZE
         k1 = block_part(k, k_desc1, this_page, kv_head, this_place, K_PAGE, K_TOKEN, K_HEAD, 0, D, D1, BLOCK_N)
-        k1 = decoded(k1, q1.dtype, FP8)
+        k1 = decoded(k1, q1.dtype, FP8, NATIVE)
         score = tl.dot(q1, k1.T, input_precision=PRECISION)
         if D2 > 0:
             k2 = block_part(
                 k, k_desc2, this_page, kv_head, this_place, K_PAGE, K_TOKEN, K_HEAD, D1, D - D1, D2, BLOCK_N
             )
-            score = tl.dot(q2, decoded(k2, q1.dtype, FP8).T, score, input_precision=PRECISION)
+            score = tl.dot(q2, decoded(k2, q1.dtype, FP8, NATIVE).T, score, input_precision=PRECISION)
         if BENT:
             score *= scale
             if cap is not None:
@@ -136,14 +140,14 @@ def attended(
             v1 = k1
         else:
             v1 = block_part(v, v_desc1, this_page, kv_head, this_place, V_PAGE, V_TOKEN, V_HEAD, 0, DV, DV1, BLOCK_N)
-            v1 = decoded(v1, q1.dtype, FP8)
+            v1 = decoded(v1, q1.dtype, FP8, NATIVE)
         acc1 = tl.dot(weight, v1, acc1, input_precision=PRECISION)
         if DV2 > 0:
             v2 = block_part(
                 v, v_desc2, this_page, kv_head, this_place, V_PAGE, V_TOKEN, V_HEAD, DV1, DV - DV1, DV2, BLOCK_N
             )
             acc2 = acc2 * kept[:, None]
-            acc2 = tl.dot(weight, decoded(v2, q1.dtype, FP8), acc2, input_precision=PRECISION)
+            acc2 = tl.dot(weight, decoded(v2, q1.dtype, FP8, NATIVE), acc2, input_precision=PRECISION)
     return acc1, acc2, most, total
 
 
@@ -160,7 +164,7 @@ def attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr,
-    V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, OVERHEAD: tl.constexpr, SPLIT_MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +214,7 @@ def attend_kernel(
                         partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
                         slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, end, slot,
                         slot * (tiles * heads) + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                        K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, PRECISION, CAUSAL,
+                        K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL,
                         SPLIT_MASK, BLOCK_M, BLOCK_N, STAGES,
                     )  # fmt: skip
                 left -= taken
@@ -237,7 +241,7 @@ def attend_kernel(
             partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
             slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, begin + length, slot,
             slot * heads + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K, K_PAGE, K_TOKEN,
-            K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, PRECISION, CAUSAL, SPLIT_MASK, BLOCK_M, BLOCK_N,
+            K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, SPLIT_MASK, BLOCK_M, BLOCK_N,
             STAGES,
         )  # fmt: skip
 
@@ -250,7 +254,7 @@ def _tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr, K_PAGE: tl.constexpr,
     K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+    Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
     SPLIT_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile over the blocks from begin to end of what they see.
@@ -317,20 +321,20 @@ def _tile(
                 acc1, acc2, most, total = attended(
                     acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
                     kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                    K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
+                    K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
                 )  # fmt: skip
                 begin = stop
             stop = tl.minimum(tl.maximum(full_end, begin), end)
             acc1, acc2, most, total = attended(
                 acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
                 kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, PRECISION, CAUSAL, False, BLOCK_N, STAGES,
+                K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, False, BLOCK_N, STAGES,
             )  # fmt: skip
             begin = stop
         acc1, acc2, most, total = attended(
             acc1, acc2, most, total, begin, end, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
             kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-            K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
+            K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
         )  # fmt: skip
 
     row_lse = tl.where(total > 0, most + tl.log2(total), float("-inf"))

@@ -11,7 +11,7 @@ from anyattn.attention.triton_attention import tuning
 from anyattn.attention.triton_attention.tuning import Tile, Tuning
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.kernels.launch import BoundKernel
-from anyattn.types import FP8_DTYPES
+from anyattn.types import DTYPE_BYTES, FP8_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class Layer:
         """fp8: as `attend.decoded` takes it."""
         k, v = kv.nhd()
         self.strides = (*k.stride()[:3], *v.stride()[:3])
-        self.k, self.v = (k.view(torch.int8), v.view(torch.int8)) if fp8 not in ("", "native") else (k, v)
+        self.k, self.v = (k.view(torch.int8), v.view(torch.int8)) if fp8 else (k, v)
         self.scales: tuple[Any, ...] = (None, 0, None, 0)
         if fp8:
             k_scale, v_scale = (self._on_device(scale, k.device) for scale in (kv.k_scale, kv.v_scale))
@@ -146,14 +146,15 @@ class PlainKernel(AttendKernel):
         self._dims = dims = head_dims(spec)
         if max(spec.head_dim, spec.vo_head_dim) > _WIDEST and not dims["V_IN_K"]:
             rows = 16  # larger tiles of two such accumulators are more than registers hold
+        elif tuned.shared_products and spec.storage_dtype != spec.dtype and dims["DV2"]:
+            # Triton 3.6 gives wrong results where tensor cores read two converted parts of values from shared memory.
+            rows = 32
         tile = _tile_of(tuned.short if rows else {most: (each,) for most, each in tuned.long.items()}, spec, rows)
-        item = getattr(torch, spec.dtype).itemsize
+        item = max(DTYPE_BYTES[spec.dtype], DTYPE_BYTES[spec.storage_dtype])
         keys = dims["D1"] + dims["D2"]
         values = 0 if dims["V_IN_K"] else dims["DV1"] + dims["DV2"]
         super().__init__(spec, cache, tuned, tuning.fitted(tile, tuned, (keys + values) * item, keys * item))
-        self.fp8 = ""
-        if spec.storage_dtype in FP8_DTYPES:
-            self.fp8 = "native" if tuned.native_fp8 else spec.storage_dtype[7:11]
+        self.fp8 = spec.storage_dtype[7:11] if spec.storage_dtype in FP8_DTYPES else ""
         self._scale = spec.scale * (1.0 if spec.logits_soft_cap is not None else _LOG2_E)
         self._attend = BoundKernel(attend.attend_kernel)
 
@@ -171,7 +172,7 @@ class PlainKernel(AttendKernel):
             spec.sliding_window, *layer.scales, call.sinks, call.slopes, call.tree_bits, call.tree_starts,
             *division.qo_lens, division.tiles,
             spec.num_qo_heads, spec.group_size, self.head_tile, *self._dims.values(), *layer.strides, unit,
-            self.cache.page_size, self.fp8, "ieee", spec.causal, division.ranges, OVERHEAD, not division.ranges,
+            self.cache.page_size, self.fp8, self.tuned.native_fp8, "ieee", spec.causal, division.ranges, OVERHEAD, not division.ranges,
             tile.block_m, tile.block_n, tile.stages, self.tuned.chained,
             num_warps=tile.num_warps, num_stages=tile.stages,
         )  # fmt: skip
