@@ -35,13 +35,14 @@ gqa, mla = launched.gqa, launched.mla
 pytestmark = pytest.mark.slow
 
 BEFORE = (100, 300)
-STEPS = {"16 rows": (1, 1), "32 rows": (4, 4), "64 rows": (8, 8), "long": (70, 90)}
-"""New tokens of two sequences, so that 8 rows for each token want each of the tiles."""
-MIXED = (1, 90)
-SMALL_PAGES, LARGE_PAGES = 16, 128
-"""Of fewer tokens than any block, and of more, as descriptors want it."""
+STEPS = {"16 rows": (1, 1), "32 rows": (4, 4), "64 rows": (8, 8), "long": (70, 90), "mixed": (1, 90)}
+"""New tokens of two sequences: 8 rows for each token, so that each of the tiles is wanted."""
+TILES = ("16 rows", "32 rows", "64 rows", "long")
+ENDS = ("16 rows", "long")
+SMALL, LARGE = 16, 128
+"""Tokens of a page: fewer than a block has, and as many at least, as descriptors want it."""
 MOST_STACK = 400
-"""Bytes of a thread that the main tiles of sm90 may spill; there are 1020 of registers."""
+"""Bytes that a thread of sm90's main kernels may spill of its registers, of which it has 1020."""
 
 SPECS = {
     "64": gqa(64),
@@ -50,40 +51,45 @@ SPECS = {
     "192-128": gqa(192, 128),
     "256": gqa(256),
     "512": gqa(512),
-    "mla": mla(),
     "widest": gqa(576),
-    "wide-values": gqa(16, 512),
+    "mla": mla(),
 }
+CASES = {
+    "sm80": {"64": (SMALL,), "128": (SMALL,), "256": (SMALL,), "512": (SMALL,), "widest": (SMALL,), "mla": (SMALL,)},
+    "sm90": {
+        "64": (LARGE,), "80": (SMALL,), "128": (SMALL, LARGE), "192-128": (LARGE,), "256": (SMALL,), "512": (LARGE,),
+        "mla": (LARGE,),
+    },
+    "gfx942": {"128": (SMALL,), "256": (SMALL,), "widest": (SMALL,), "mla": (SMALL,)},
+    "sm86": {"mla": (SMALL,)},
+    "sm89": {"128": (SMALL,), "widest": (SMALL,)},
+    "sm100": {"128": (LARGE,)},
+    "sm103": {"64": (LARGE,)},
+    "sm120": {"256": (LARGE,)},
+    "sm121": {"64": (LARGE,)},
+    "gfx950": {"mla": (SMALL,)},
+}  # fmt: skip
+"""By architecture: what of SPECS, and with which pages. The first three stand for all others, which have ENDS alone."""
+FEATURED = ("sm80", "sm90", "gfx942")
+MAIN = ("64", "128")
+
 FEATURES = {
-    "window-cap-sinks-lse": gqa(128, sliding_window=100, logits_soft_cap=5.0, sinks=True, return_lse=True),
-    "alibi-e4m3-a-scale-a-head": gqa(128, alibi=True, kv_dtype="float8_e4m3fn", kv_scale_per_head=True),
-    "tree-e5m2-cap": gqa(80, tree_mask=True, kv_dtype="float8_e5m2", logits_soft_cap=5.0),
-    "non-causal-float32-lse": gqa(128, causal=False, dtype="float32", return_lse=True),
-    "deterministic-float16": gqa(64, deterministic=True, dtype="float16"),
-    "float32-keys-in-float16": gqa(64, dtype="float32", kv_dtype="float16"),
-    "mla-float32": mla(dtype="float32"),
-    "mla-e4m3-sinks-lse": mla(kv_dtype="float8_e4m3fn", sinks=True, return_lse=True),
+    "window-cap-sinks-lse": (gqa(128, sliding_window=100, logits_soft_cap=5.0, sinks=True, return_lse=True), "mixed"),
+    "alibi-e4m3-scales": (gqa(128, alibi=True, kv_dtype="float8_e4m3fn", kv_scale_per_head=True), "mixed"),
+    "tree-e5m2-cap": (gqa(64, tree_mask=True, kv_dtype="float8_e5m2", logits_soft_cap=5.0), "mixed"),
+    "deterministic-non-causal-float16": (gqa(64, deterministic=True, causal=False, dtype="float16"), "mixed"),
+    "mla-e4m3-sinks-lse": (mla(kv_dtype="float8_e4m3fn", sinks=True, return_lse=True), "mixed"),
+    "float32": (gqa(64, dtype="float32", kv_dtype="float16"), "16 rows"),
+    "mla-float32": (mla(dtype="float32"), "16 rows"),
 }
 GLUON = {
-    "64": gqa(64),
-    "128": gqa(128),
-    "192-128-window-sinks-lse": gqa(192, 128, sliding_window=100, sinks=True, return_lse=True),
-    "non-causal-float16": gqa(128, causal=False, dtype="float16"),
-    "mla": mla(),
-    "mla-128-heads-float16-sinks-lse": mla(128, dtype="float16", sinks=True, return_lse=True),
-    "mla-non-causal-deterministic": mla(64, causal=False, deterministic=True),
+    "64": (gqa(64, causal=False), SMALL, "NHD"),
+    "128": (gqa(128), SMALL, "HND"),
+    "128-window": (gqa(128, sliding_window=100, dtype="float16"), LARGE, "NHD"),
+    "192-128-sinks-lse": (gqa(192, 128, sinks=True, return_lse=True), LARGE, "HND"),
+    "mla": (mla(), SMALL, "NHD"),
+    "mla-128-heads-sinks-lse": (mla(128, dtype="float16", sinks=True, return_lse=True), LARGE, "NHD"),
 }
-TILES = {
-    **dict.fromkeys(("sm80", "sm90", "gfx942"), tuple(SPECS)),
-    "sm86": ("mla",),
-    "sm89": ("128", "256", "mla", "widest", "wide-values"),
-    "sm100": ("128", "mla"),
-    "sm103": ("64",),
-    "sm120": ("128", "256", "mla"),
-    "sm121": ("64",),
-    "gfx950": ("128", "256", "mla"),
-}
-FEATURED = ("sm80", "sm90", "gfx942")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,30 +150,22 @@ def stack_bytes(cubin):
 def steps_of(engine, steps):
     """What the steps launch, one after the other."""
     trees = engine.spec.tree_mask
-    return [launch for new in steps for launch in engine.launches(engine.batch(BEFORE, new, trees=trees))]
+    return [launch for name in steps for launch in engine.launches(engine.batch(BEFORE, STEPS[name], trees=trees))]
 
 
 def test_the_architectures_are_all_that_triton_compiles_for():
-    assert set(TILES) == set(launched.TARGETS) == set(tuning.TUNINGS) - {"pvc"}
-    others = {
-        arch: other
-        for arch, other in (("sm103", "sm100"), ("sm121", "sm120"), ("sm86", "sm80"))
-        if tuning.TUNINGS[arch].long == tuning.TUNINGS[other].long
-    }
-    assert len(others) == 3, "those of which little is compiled have tables of their own now"
+    assert set(CASES) == set(launched.TARGETS) == set(tuning.TUNINGS) - {"pvc"}
 
 
-@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch, names in TILES.items() for name in names])
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch, names in CASES.items() for name in names])
 def test_every_tile_of_the_tables_compiles_and_fits(arch, name, seen):
-    sizes = (SMALL_PAGES, LARGE_PAGES) if tuning.TUNINGS[arch].descriptors else (SMALL_PAGES,)
-    for page_size in sizes:
+    for page_size in CASES[arch][name]:
         engine = launched.Engine(SPECS[name], arch, page_size=page_size, backend=launched.PlainBackend)
-        launches = steps_of(engine, STEPS.values())
-        tiles = {launch.constant("BLOCK_M") for launch in launches if launch.name == "attend_kernel"}
-        assert {16, 32, 64} <= tiles
-        with_descriptors = {launch.constant("k_desc1") is not None for launch in launches if "attend" in launch.name}
-        assert with_descriptors == {page_size == LARGE_PAGES}
-        is_main = arch == "sm90" and name in ("64", "128", "mla")
+        launches = steps_of(engine, TILES if arch in FEATURED else ENDS)
+        attending = [launch for launch in launches if launch.name == "attend_kernel"]
+        by_descriptors = {launch.constant("k_desc1") is not None for launch in attending}
+        assert by_descriptors == {tuning.TUNINGS[arch].descriptors and page_size == LARGE}
+        is_main = arch == "sm90" and name in MAIN
         kinds = compile_all(arch, launches, seen, most_stack=MOST_STACK if is_main else None)
         assert kinds == {"ranges_kernel", "parts_kernel", "attend_kernel", "merge_kernel"}
 
@@ -175,14 +173,14 @@ def test_every_tile_of_the_tables_compiles_and_fits(arch, name, seen):
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("arch", FEATURED)
 def test_every_feature_compiles_and_fits(arch, name, seen):
-    engine = launched.Engine(FEATURES[name], arch, page_size=LARGE_PAGES, backend=launched.PlainBackend)
-    compile_all(arch, steps_of(engine, [MIXED]), seen)
+    spec, step = FEATURES[name]
+    engine = launched.Engine(spec, arch, page_size=LARGE, backend=launched.PlainBackend)
+    compile_all(arch, steps_of(engine, [step]), seen)
 
 
 @pytest.mark.parametrize("name", GLUON)
 def test_the_kernels_in_gluon_compile_and_fit(name, seen):
-    kinds = set()
-    for page_size, layout in ((SMALL_PAGES, "NHD"), (LARGE_PAGES, "HND")):
-        engine = launched.Engine(GLUON[name], "sm90", page_size=page_size, layout=layout)
-        kinds |= compile_all("sm90", steps_of(engine, STEPS.values()), seen, most_stack=MOST_STACK)
-    assert ("hopper_mla_kernel" if GLUON[name].is_mla else "hopper_extend_kernel") in kinds
+    spec, page_size, layout = GLUON[name]
+    engine = launched.Engine(spec, "sm90", page_size=page_size, layout=layout)
+    kinds = compile_all("sm90", steps_of(engine, ["64 rows", "long"]), seen, most_stack=MOST_STACK)
+    assert ("hopper_mla_kernel" if spec.is_mla else "hopper_extend_kernel") in kinds

@@ -1,7 +1,7 @@
 """Plain Triton: attention of a program's tiles over paged keys and values, and the merge of what was divided."""
 
 # Kernels have no Python types: their arguments become the compiler's.
-# ruff: noqa: ANN001, ANN201, ANN202, N803
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations

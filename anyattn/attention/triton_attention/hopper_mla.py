@@ -9,7 +9,7 @@ Work is divided as `work` says; what is computed is what `attend.attend_kernel` 
 """
 
 # Kernels have no Python types: their arguments become the compiler's.
-# ruff: noqa: ANN001, ANN201, ANN202, N803
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ class PlainKernel(AttendKernel):
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, tuned: Tuning, *, rows: int) -> None:
         """rows: of a sequence, at most; 0 for steps of many."""
         self._dims = dims = head_dims(spec)
-        if max(spec.head_dim, spec.vo_head_dim) > _WIDEST and not dims["V_IN_K"]:
-            rows = 16  # larger tiles of two such accumulators are more than registers hold
+        if spec.dtype == "float32" or (max(spec.head_dim, spec.vo_head_dim) > _WIDEST and not dims["V_IN_K"]):
+            rows = 16  # larger tiles, of two such accumulators or off tensor cores, are more than registers hold
         elif tuned.shared_products and spec.storage_dtype != spec.dtype and dims["DV2"]:
             # Triton 3.6 gives wrong results where tensor cores read two converted parts of values from shared memory.
             rows = 32
@@ -153,7 +153,9 @@ class PlainKernel(AttendKernel):
         item = max(DTYPE_BYTES[spec.dtype], DTYPE_BYTES[spec.storage_dtype])
         keys = dims["D1"] + dims["D2"]
         values = 0 if dims["V_IN_K"] else dims["DV1"] + dims["DV2"]
-        super().__init__(spec, cache, tuned, tuning.fitted(tile, tuned, (keys + values) * item, keys * item))
+        exact = spec.dtype == "float32"
+        tile = tuning.fitted(tile, tuned, (keys + values) * item, keys * item, exact=exact)
+        super().__init__(spec, cache, tuned, tile)
         self.fp8 = spec.storage_dtype[7:11] if spec.storage_dtype in FP8_DTYPES else ""
         self._scale = spec.scale * (1.0 if spec.logits_soft_cap is not None else _LOG2_E)
         self._attend = BoundKernel(attend.attend_kernel)

@@ -111,15 +111,16 @@ TUNINGS: dict[str, Tuning] = {
 """By `Platform.arch`."""
 
 
-def fitted(tile: Tile, tuning: Tuning, key_bytes: int, query_bytes: int) -> Tile:
+def fitted(tile: Tile, tuning: Tuning, key_bytes: int, query_bytes: int, *, exact: bool = False) -> Tile:
     """The tile with as many stages, then as large blocks, as shared memory holds.
 
-    key_bytes: of one key and its value, as they are multiplied. query_bytes: of one row of queries.
+    key_bytes: of one key and its value, as they are multiplied. query_bytes: of one row of queries. exact: whether the
+    products are float32's, without tensor cores.
     """
     stages, block_n = tile.stages, tile.block_n
     limit = tuning.shared_bytes - tile.block_m * query_bytes - 2048
     # Products that read shared memory themselves hold a block longer than those that read registers.
-    held = 0 if tuning.shared_products and tile.block_m >= 64 else 1
+    held = 0 if exact or (tuning.shared_products and tile.block_m >= 64) else 1
     while stages > 1 and max(stages - held, 1) * block_n * key_bytes > limit:
         stages -= 1
     while block_n > 16 and max(stages - held, 1) * block_n * key_bytes > limit:
