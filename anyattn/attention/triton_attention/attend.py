@@ -1,7 +1,7 @@
 """Plain Triton: attention of a program's tiles over paged keys and values, and the merge of what was divided."""
 
 # Kernels have no Python types: their arguments become the compiler's.
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM102, SIM108
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def block_part(
 @triton.jit
 def attended(
     acc1, acc2, most, total, first_block, last_block, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row,
-    kv_head, kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    V_IN_K: tl.constexpr, K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    kv_head, kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr,
+    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr,
+    V_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Goes over the blocks from first_block to last_block.
@@ -119,7 +119,8 @@ def attended(
                     tree_row.to(tl.pointer_type(tl.int8))[:, None] + new[None, :],
                     mask=is_new[None, :] & has_tree[:, None], other=0,
                 )  # fmt: skip
-                seen = seen & tl.where(has_tree[:, None], (new < 0)[None, :] | (bit != 0), key[None, :] <= position[:, None])
+                in_tree = (new < 0)[None, :] | (bit != 0)
+                seen = seen & tl.where(has_tree[:, None], in_tree, key[None, :] <= position[:, None])
             elif CAUSAL:
                 seen = seen & (key[None, :] <= position[:, None])
             if window is not None:
@@ -160,13 +161,13 @@ def attended(
 def attend_kernel(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, records, block_table, table_stride, qo_indptr, kv_lens,
     partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes,
-    tree_bits, tree_starts, least_qo_len, most_qo_len, tiles,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr,
-    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr,
-    V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, RANGES: tl.constexpr, OVERHEAD: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    tree_bits, tree_starts, least_qo_len, most_qo_len, tiles, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr,
+    DV2: tl.constexpr, V_IN_K: tl.constexpr, K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, RANGES: tl.constexpr,
+    OVERHEAD: tl.constexpr, SPLIT_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program computes what its record says (see `work`), for one KV head, or a part of its group's query heads.
 
@@ -210,11 +211,15 @@ def attend_kernel(
                 slot = tl.where(taken < cost, 2 * program + (place == 0).to(tl.int32), -1)
                 if tile * BLOCK_M < qo_len * HEAD_TILE:
                     _tile(
-                        q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, block_table + seq.to(tl.int64) * table_stride,
-                        partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
+                        q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2,
+                        block_table + seq.to(tl.int64) * table_stride,
+                        partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale,
+                        v_step, sinks,
                         slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, end, slot,
-                        slot * (tiles * heads) + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                        K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL,
+                        slot * (tiles * heads) + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV,
+                        DV1, DV2, V_IN_K,
+                        K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION,
+                        CAUSAL,
                         SPLIT_MASK, BLOCK_M, BLOCK_N, STAGES,
                     )  # fmt: skip
                 left -= taken
@@ -240,22 +245,24 @@ def attend_kernel(
             q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, block_table + seq.to(tl.int64) * table_stride,
             partial_out, partial_lse, q_token, q_head, scale, cap, window, k_scale, k_step, v_scale, v_step, sinks,
             slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len, tile * BLOCK_M, begin, begin + length, slot,
-            slot * heads + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K, K_PAGE, K_TOKEN,
-            K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, SPLIT_MASK, BLOCK_M, BLOCK_N,
+            slot * heads + lane, kv_head, first_head, HEADS, GROUP, HEAD_TILE, D, D1, D2, DV, DV1, DV2, V_IN_K,
+            K_PAGE, K_TOKEN,
+            K_HEAD, V_PAGE, V_TOKEN, V_HEAD, Q_UNIT, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, SPLIT_MASK, BLOCK_M,
+            BLOCK_N,
             STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, table_row, partial_out, partial_lse, q_token, q_head,
-    scale, cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes, tree_bits, tree_starts, seq, qo_begin, qo_len,
-    kv_len, first_row, begin, end, slot, partial, kv_head, first_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr, V_IN_K: tl.constexpr, K_PAGE: tl.constexpr,
-    K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
-    SPLIT_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, out, lse, k_desc1, k_desc2, v_desc1, v_desc2, table_row, partial_out, partial_lse, q_token, q_head, scale,
+    cap, window, k_scale, k_step, v_scale, v_step, sinks, slopes, tree_bits, tree_starts, seq, qo_begin, qo_len, kv_len,
+    first_row, begin, end, slot, partial, kv_head, first_head, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_TILE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr,
+    DV2: tl.constexpr, V_IN_K: tl.constexpr, K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr, Q_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, SPLIT_MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile over the blocks from begin to end of what they see.
 
@@ -319,22 +326,29 @@ def _tile(
             if window is not None:
                 stop = tl.minimum(tl.maximum(full_begin, begin), end)
                 acc1, acc2, most, total = attended(
-                    acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
-                    kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                    K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
+                    acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row,
+                    kv_head,
+                    kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2,
+                    V_IN_K,
+                    K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True,
+                    BLOCK_N, STAGES,
                 )  # fmt: skip
                 begin = stop
             stop = tl.minimum(tl.maximum(full_end, begin), end)
             acc1, acc2, most, total = attended(
-                acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
-                kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-                K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, False, BLOCK_N, STAGES,
+                acc1, acc2, most, total, begin, stop, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row,
+                kv_head,
+                kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2,
+                V_IN_K,
+                K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, False,
+                BLOCK_N, STAGES,
             )  # fmt: skip
             begin = stop
         acc1, acc2, most, total = attended(
             acc1, acc2, most, total, begin, end, q1, q2, k, v, k_desc1, k_desc2, v_desc1, v_desc2, table_row, kv_head,
             kv_len, first_key, position, qo_len, scale, cap, window, slope, tree_row, D, D1, D2, DV, DV1, DV2, V_IN_K,
-            K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True, BLOCK_N, STAGES,
+            K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, PAGE_SIZE, FP8, NATIVE, PRECISION, CAUSAL, True,
+            BLOCK_N, STAGES,
         )  # fmt: skip
 
     row_lse = tl.where(total > 0, most + tl.log2(total), float("-inf"))
@@ -369,14 +383,15 @@ def _store(target, acc1, acc2, factor, mine, DV: tl.constexpr, DV1: tl.constexpr
     if DV2 > 0:
         dim2 = tl.arange(0, DV2)
         mask = mine[:, None] & (dim2 < DV - DV1)[None, :]
-        tl.store(target[:, None] + (DV1 + dim2)[None, :], (acc2 * factor[:, None]).to(target.dtype.element_ty), mask=mask)
+        rest = (acc2 * factor[:, None]).to(target.dtype.element_ty)
+        tl.store(target[:, None] + (DV1 + dim2)[None, :], rest, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tiles", "wide", "v_step"])
 def merge_kernel(
-    out, lse, merges, qo_indptr, partial_out, partial_lse, v_scale, v_step, sinks, tiles, wide,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
+    out, lse, merges, qo_indptr, partial_out, partial_lse, v_scale, v_step, sinks, tiles, wide, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program merges WIDE elements of one row, or NARROW ones where rows may have many parts.
 

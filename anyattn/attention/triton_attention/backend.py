@@ -46,7 +46,7 @@ else:
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _MANY = (1 << 31) - 1
-_FEW_ROWS, _MOST_ROWS = 16, 64  # of a short step's tile
+_FEW_ROWS, _MOST_ROWS = 32, 64  # of a short step's tile
 _SPREAD = 4  # times as many tiles as programs at a time need not be divided
 _LEAST_PART, _MOST_PARTS = 2048, 8
 """In deterministic mode: keys of a part, and parts of a sequence."""

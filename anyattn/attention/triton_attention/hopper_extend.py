@@ -9,7 +9,7 @@ oracle.
 """
 
 # Kernels have no Python types: their arguments become the compiler's.
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM102, RUF059
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
-def _copy_blocks(table_row, k_desc1, k_desc2, v_desc, kv_head, begin, count, kv_len, k1, k2, v, k_full, k_empty, v_full,
-                 v_empty, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr,
-                 K_PAGE: gl.constexpr, K_HEAD_ROWS: gl.constexpr, K_HEAD_COLUMNS: gl.constexpr, V_PAGE: gl.constexpr,
-                 V_HEAD_ROWS: gl.constexpr, V_HEAD_COLUMNS: gl.constexpr):  # fmt: skip
+def _copy_blocks(
+    table_row, k_desc1, k_desc2, v_desc, kv_head, begin, count, kv_len, k1, k2, v, k_full, k_empty, v_full, v_empty,
+    D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr, K_PAGE: gl.constexpr,
+    K_HEAD_ROWS: gl.constexpr, K_HEAD_COLUMNS: gl.constexpr, V_PAGE: gl.constexpr, V_HEAD_ROWS: gl.constexpr,
+    V_HEAD_COLUMNS: gl.constexpr,
+):  # fmt: skip
     """By TMA, of pages that hold 64 keys. Behind the end the last such half comes once more."""
     last = (kv_len - 1) // HALF
     k_column = kv_head * K_HEAD_COLUMNS
@@ -77,8 +79,9 @@ def _copy_blocks(table_row, k_desc1, k_desc2, v_desc, kv_head, begin, count, kv_
 
 
 @gluon.jit
-def _copy_rows(target, source, page, place, LAYOUT: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
-               TOKEN: gl.constexpr):  # fmt: skip
+def _copy_rows(
+    target, source, page, place, LAYOUT: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, TOKEN: gl.constexpr,
+):  # fmt: skip
     """64 rows of WIDTH elements by cp.async. PAGE, TOKEN: elements from a page and from a token to the next."""
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     row = page.to(gl.int64) * PAGE + place * TOKEN
@@ -86,9 +89,11 @@ def _copy_rows(target, source, page, place, LAYOUT: gl.constexpr, WIDTH: gl.cons
 
 
 @gluon.jit
-def _gather_blocks(table_row, k, v, begin, count, first_key, kv_len, k1, k2, v_room, k_full, k_empty, v_full, v_empty,
-                   D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr,
-                   K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr):  # fmt: skip
+def _gather_blocks(
+    table_row, k, v, begin, count, first_key, kv_len, k1, k2, v_room, k_full, k_empty, v_full, v_empty,
+    D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr, K_PAGE: gl.constexpr,
+    K_TOKEN: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr,
+):  # fmt: skip
     """By cp.async of four warps, of smaller pages. k, v: of the head, in page 0.
 
     What nobody sees is replaced by what somebody does.
@@ -118,13 +123,16 @@ def _gather_blocks(table_row, k, v, begin, count, first_key, kv_len, k1, k2, v_r
 
 
 @gluon.jit
-def _produce(table_row, k_desc1, k_desc2, v_desc, k, v, kv_head, begin, count, first_key, kv_len, k1, k2, v_room, k_full,
-             k_empty, v_full, v_empty, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr,
-             K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr, V_PAGE: gl.constexpr,
-             V_TOKEN: gl.constexpr, V_HEAD: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
+def _produce(
+    table_row, k_desc1, k_desc2, v_desc, k, v, kv_head, begin, count, first_key, kv_len, k1, k2, v_room, k_full,
+    k_empty, v_full, v_empty, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr,
+    V_HEAD: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
     if GATHER:
         _gather_blocks(
-            table_row, k + kv_head * K_HEAD, v + kv_head * V_HEAD, begin, count, first_key, kv_len, k1, k2, v_room, k_full,
+            table_row, k + kv_head * K_HEAD, v + kv_head * V_HEAD, begin, count, first_key, kv_len, k1, k2, v_room,
+            k_full,
             k_empty, v_full, v_empty, D1, D2, DV, PAGE_SIZE, K_PAGE, K_TOKEN, V_PAGE, V_TOKEN,
         )  # fmt: skip
     else:  # rows are tokens; heads lie beside each other in a row, or in rows of their own
@@ -169,10 +177,15 @@ def _weights(a, b, most, total, scale):
 
 
 @gluon.jit
-def _blocks(acc, p0, p1, most, total, start, stop, begin, count, scale, lane, most_key, window, position, full_begin, q1,
-            q2, k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2: gl.constexpr, MASKED: gl.constexpr,
-            WINDOWED: gl.constexpr, GATHER: gl.constexpr, OUT_ROWS: gl.constexpr, DP: gl.constexpr):  # fmt: skip
-    """Blocks number start to stop, counted from the last one on. p0, p1: weights of the block before, not added up yet."""
+def _blocks(
+    acc, p0, p1, most, total, start, stop, begin, count, scale, lane, most_key, window, position, full_begin, q1, q2,
+    k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr,
+    GATHER: gl.constexpr, OUT_ROWS: gl.constexpr, DP: gl.constexpr,
+):  # fmt: skip
+    """Blocks number start to stop, counted from the last one on.
+
+    p0, p1: weights of the block before, not added up yet.
+    """
     dtype: gl.constexpr = v.dtype
     for i in range(start, stop):
         stage = i % STAGES
@@ -208,11 +221,13 @@ def _blocks(acc, p0, p1, most, total, start, stop, begin, count, scale, lane, mo
 
 
 @gluon.jit
-def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile, first_head,
-             qo_begin, qo_len, kv_len, begin, count, full_begin, full_end, last_key, partial, whole, q1, q2, k1, k2, v,
-             k_full, k_empty, v_full, v_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, D1: gl.constexpr,
-             D2: gl.constexpr, DV: gl.constexpr, Q_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-             GATHER: gl.constexpr, LSE: gl.constexpr, SINKS: gl.constexpr, NUMBER: gl.constexpr):  # fmt: skip
+def _consume(
+    q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scale, window, tile, first_head, qo_begin, qo_len,
+    kv_len, begin, count, full_begin, full_end, last_key, partial, whole, q1, q2, k1, k2, v, k_full, k_empty, v_full,
+    v_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    Q_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr,
+    SINKS: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
     """One of the two warpgroups that compute: rows 64 * NUMBER on of the tile."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -263,11 +278,13 @@ def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scal
         # Then blocks that some row sees in part, at the end, and all others: the mask is looked at again for windows.
         masked = gl.minimum(gl.maximum(gl.cdiv(first + BLOCK_N - full_end, BLOCK_N), 1), count)
         acc, p0, p1, most, total = _blocks(
-            acc, p0, p1, most, total, 1, masked, begin, count, scale, lane, most_key, window, position, full_begin, q1, q2,
+            acc, p0, p1, most, total, 1, masked, begin, count, scale, lane, most_key, window, position, full_begin,
+            q1, q2,
             k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2, True, WINDOWED, GATHER, OUT_ROWS, DP,
         )  # fmt: skip
         acc, p0, p1, most, total = _blocks(
-            acc, p0, p1, most, total, masked, count, begin, count, scale, lane, most_key, window, position, full_begin, q1,
+            acc, p0, p1, most, total, masked, count, begin, count, scale, lane, most_key, window, position,
+            full_begin, q1,
             q2, k1, k2, v, k_full, k_empty, v_full, v_empty, zeros, D2, False, WINDOWED, GATHER, OUT_ROWS, DP,
         )  # fmt: skip
         before = (count - 1) % STAGES
@@ -293,7 +310,9 @@ def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scal
         at = first_row + lane_row
         place = (qo_begin + at // HEAD_TILE).to(gl.int64) * (HEADS * DV) + (first_head + at % HEAD_TILE) * DV
         gl.store(
-            out + place[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=(at // HEAD_TILE < qo_len)[:, None]
+            out + place[:, None] + column[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=(at // HEAD_TILE < qo_len)[:, None],
         )
         if LSE:
             head = first_head + row % HEAD_TILE
@@ -307,11 +326,10 @@ def _consume(q, q_token, q_head, out, lse, partial_out, partial_lse, sinks, scal
 @gluon.jit(do_not_specialize=["table_stride", "window", "q_token", "q_head"])
 def hopper_extend_kernel(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc, records, block_table, table_stride, partial_out, partial_lse, q_token,
-    q_head, scale, window, sinks,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-    K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr, V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr,
-    V_HEAD: gl.constexpr, Q_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    GATHER: gl.constexpr, LSE: gl.constexpr, SINKS: gl.constexpr,
+    q_head, scale, window, sinks, HEADS: gl.constexpr, GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
+    DV: gl.constexpr, K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr, V_PAGE: gl.constexpr,
+    V_TOKEN: gl.constexpr, V_HEAD: gl.constexpr, Q_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """One program computes what its record says, for one KV head and 128 rows: the group's heads of a token, then those
     of the next one. It reads each key and value of its blocks once.

@@ -9,7 +9,7 @@ Work is divided as `work` says; what is computed is what `attend.attend_kernel` 
 """
 
 # Kernels have no Python types: their arguments become the compiler's.
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM102, SIM108, RUF059
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
-def _piece(record, place, left, tile, qo_len, kv_len, HEAD_TILE: gl.constexpr, CAUSAL: gl.constexpr,
-           RANGES: gl.constexpr, OVERHEAD: gl.constexpr):  # fmt: skip
-    """Blocks from begin to end of a sequence that are this program's, what is left behind them, and whether it has all."""
+def _piece(
+    record, place, left, tile, qo_len, kv_len, HEAD_TILE: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
+    OVERHEAD: gl.constexpr,
+):  # fmt: skip
+    """Blocks from begin to end of a sequence that are this program's, what is left behind, and whether that is all."""
     last_row = gl.minimum((tile + 1) * BLOCK, qo_len * HEAD_TILE) - 1
     seen = kv_len
     if CAUSAL:
@@ -65,11 +67,12 @@ def _piece(record, place, left, tile, qo_len, kv_len, HEAD_TILE: gl.constexpr, C
 
 
 @gluon.jit
-def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile,
-             q_row, q_descs, k_descs, pages, q, q_rope, left_half, right_half, rope, full, empty, q_full, q_empty,
-             HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
-             OVERHEAD: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr,
-             GATHER: gl.constexpr):  # fmt: skip
+def _produce(
+    records, block_table, table_stride, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, q_row, q_descs,
+    k_descs, pages, q, q_rope, left_half, right_half, rope, full, empty, q_full, q_empty, HEADS: gl.constexpr,
+    HEAD_TILE: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr, OVERHEAD: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
     """Brings queries and blocks. full, empty: barriers of the left halves and the right ones with the rope part, of the
     first block and of the second: L0, R0, L1, R1.
     """
@@ -123,8 +126,10 @@ def _produce(records, block_table, table_stride, qo_indptr, kv_lens, least_qo_le
 
 
 @gluon.jit
-def _copy_pairs(table_row, k_descs, begin, end, pairs, pair, left_half, right_half, rope, full, empty,
-                PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr):  # fmt: skip
+def _copy_pairs(
+    table_row, k_descs, begin, end, pairs, pair, left_half, right_half, rope, full, empty, PAGE_SIZE: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
     """By TMA, of pages that hold whole blocks. The second of a pair may be the last block once more."""
     next0 = gl.load(table_row + begin * BLOCK // PAGE_SIZE)
     next1 = gl.load(table_row + gl.minimum(begin + 1, end - 1) * BLOCK // PAGE_SIZE)
@@ -166,8 +171,10 @@ def _copy_rows(target, pages, rows, first, LAYOUT: gl.constexpr, WIDTH: gl.const
 
 
 @gluon.jit
-def _gather_pairs(table_row, pages, begin, pairs, kv_len, pair, left_half, right_half, rope, full, empty,
-                  PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
+def _gather_pairs(
+    table_row, pages, begin, pairs, kv_len, pair, left_half, right_half, rope, full, empty, PAGE_SIZE: gl.constexpr,
+    PAGE_ROWS: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
     """By cp.async of four warps, of smaller pages."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # few rows, so few addresses, a thread
     LANES: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -196,8 +203,10 @@ def _gather_pairs(table_row, pages, begin, pairs, kv_len, pair, left_half, right
 
 
 @gluon.jit
-def _pairs0(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_half, right_half, rope, full, empty,
-            agreed, maxima, LS: gl.constexpr, LO: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
+def _pairs0(
+    acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_half, right_half, rope, full, empty, agreed,
+    maxima, LS: gl.constexpr, LO: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
     """The first warpgroup: scores of the first block, left half of the output. agreed: barriers of what they exchange:
     the first block's maxima, both blocks', and the weights of the first and of the second.
     """
@@ -250,8 +259,10 @@ def _pairs0(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
 
 
 @gluon.jit
-def _pairs1(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_half, right_half, rope, full, empty,
-            agreed, maxima, LS: gl.constexpr, LO: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
+def _pairs1(
+    acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_half, right_half, rope, full, empty, agreed,
+    maxima, LS: gl.constexpr, LO: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
     """The second warpgroup: scores of the second block, right half of the output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LS)
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, LS)
@@ -314,11 +325,12 @@ def _pairs1(acc, most, total, limit, key, pairs, pair, scale, q, q_rope, left_ha
 
 
 @gluon.jit
-def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale, out,
-             lse, partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full, empty,
-             agreed, maxima, totals, summed, q_full, q_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr,
-             CAUSAL: gl.constexpr, RANGES: gl.constexpr, OVERHEAD: gl.constexpr, GATHER: gl.constexpr,
-             LSE: gl.constexpr, SINKS: gl.constexpr, NUMBER: gl.constexpr):  # fmt: skip
+def _consume(
+    records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, tile, lane, lanes, first_head, scale, out, lse,
+    partial_out, partial_lse, sinks, q, q_rope, left_half, right_half, rope, full, empty, agreed, maxima, totals,
+    summed, q_full, q_empty, HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
+    OVERHEAD: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr, SINKS: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
     """One of the two warpgroups that compute."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -362,12 +374,14 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
                     mbarrier.wait(q_full, piece & 1)
                     if NUMBER == 0:
                         acc, most, total = _pairs0(
-                            acc, most, total, limits, begin * BLOCK, pairs, pair, scale, q, q_rope, left_half, right_half,
+                            acc, most, total, limits, begin * BLOCK, pairs, pair, scale, q, q_rope, left_half,
+                            right_half,
                             rope, full, empty, agreed, maxima, LS, LO, GATHER,
                         )  # fmt: skip
                     else:
                         acc, most, total = _pairs1(
-                            acc, most, total, limits, begin * BLOCK, pairs, pair, scale, q, q_rope, left_half, right_half,
+                            acc, most, total, limits, begin * BLOCK, pairs, pair, scale, q, q_rope, left_half,
+                            right_half,
                             rope, full, empty, agreed, maxima, LS, LO, GATHER,
                         )  # fmt: skip
                     totals.index(NUMBER).store(total)
@@ -421,10 +435,9 @@ def _consume(records, qo_indptr, kv_lens, least_qo_len, most_qo_len, program, ti
 @gluon.jit(do_not_specialize=["table_stride", "least_qo_len", "most_qo_len", "tiles"])
 def hopper_mla_kernel(
     q_latent_desc, q_rope_desc, k_latent_desc, k_rope_desc, pages, out, lse, records, block_table, table_stride,
-    qo_indptr, kv_lens, partial_out, partial_lse, scale, sinks, least_qo_len, most_qo_len, tiles,
-    HEADS: gl.constexpr, HEAD_TILE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr,
-    CAUSAL: gl.constexpr, RANGES: gl.constexpr, OVERHEAD: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr,
-    SINKS: gl.constexpr,
+    qo_indptr, kv_lens, partial_out, partial_lse, scale, sinks, least_qo_len, most_qo_len, tiles, HEADS: gl.constexpr,
+    HEAD_TILE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr, ROW: gl.constexpr, CAUSAL: gl.constexpr,
+    RANGES: gl.constexpr, OVERHEAD: gl.constexpr, GATHER: gl.constexpr, LSE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """One program computes what its record says, for 64 rows: HEAD_TILE heads of a token, then those of the next one.
 

@@ -174,7 +174,8 @@ class PlainKernel(AttendKernel):
             spec.sliding_window, *layer.scales, call.sinks, call.slopes, call.tree_bits, call.tree_starts,
             *division.qo_lens, division.tiles,
             spec.num_qo_heads, spec.group_size, self.head_tile, *self._dims.values(), *layer.strides, unit,
-            self.cache.page_size, self.fp8, self.tuned.native_fp8, "ieee", spec.causal, division.ranges, OVERHEAD, not division.ranges,
+            self.cache.page_size, self.fp8, self.tuned.native_fp8, "ieee", spec.causal, division.ranges, OVERHEAD,
+            not division.ranges,
             tile.block_m, tile.block_n, tile.stages, self.tuned.chained,
             num_warps=tile.num_warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -250,7 +251,10 @@ class _HopperKernel(AttendKernel):
 
     @staticmethod
     def _rows(pages: torch.Tensor) -> torch.Tensor:
-        """[num_pages, page_size, num_kv_heads, dim] as rows of a token each: heads that lie beside each other are one."""
+        """[num_pages, page_size, num_kv_heads, dim] as rows of a token each, in which heads lie beside each other.
+
+        Where pages are [num_kv_heads, page_size, dim], as rows of a head's token each.
+        """
         num_pages, page_size, heads, dim = pages.shape
         page, token, head, _ = pages.stride()
         beside = head < token
@@ -291,9 +295,8 @@ class HopperMLAKernel(_HopperKernel):
             q = q.clone(memory_format=torch.contiguous_format)
         rows = q.view(-1, spec.head_dim)
         parts = (spec.vo_head_dim, spec.head_dim - spec.vo_head_dim)
-        q_descs = [
-            self._row_descriptor(part, width) for part, width in zip(rows.split_with_sizes(parts, -1), (256, 64), strict=True)
-        ]
+        latent, rope = rows.split_with_sizes(parts, -1)
+        q_descs = self._row_descriptor(latent, 256), self._row_descriptor(rope, 64)
         k_page, k_token = layer.strides[:2]
         self._attend(
             (division.ranges, layer.key, out.data_ptr() % 16, None if call.sinks is None else call.sinks.dtype),

@@ -159,13 +159,14 @@ def _parts_of(qo_len, blocks, common, most_parts, ROWS_PER_TOKEN: tl.constexpr, 
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks", "most_parts", "slots", "num_merges",
+        "num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks", "most_parts", "slots",
+        "num_merges",
     ]
 )  # fmt: skip
 def parts_kernel(
     qo_indptr, kv_lens, num_seqs, num_programs, least_qo_len, most_qo_len, WINDOW, least_blocks, most_parts, slots,
-    records, merges, num_merges, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, SEQS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    records, merges, num_merges, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    SEQS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """One program writes PROGRAMS records. Every program reads all lengths, 12 bytes a sequence, twice.
 
