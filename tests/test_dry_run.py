@@ -47,7 +47,7 @@ def test_joined_layers_are_judged_as_create_runtime_would():
     assert "joined layers" in strided.explain()
     refused = {v.name: v.reasons for v in strided.verdicts[SPEC]}["fa4"]
     assert {reason.field: reason.remedy for reason in refused} == {"joined_layers": "set joined_layers=False"}
-    assert anyattn.survey(SPEC, device="sim:h100").selection.decode == "flashinfer"
+    assert anyattn.survey(SPEC, device="sim:h100").selection.decode == "triton"
     by_name = anyattn.survey(SPEC, device="sim:h100", joined_layers=True, backend="fa4")
     assert "joined_layers: wanted pages of joined layers" in str(by_name.error)
 

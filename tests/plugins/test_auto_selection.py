@@ -110,7 +110,7 @@ def test_where_its_declaration_refuses_it_loses_and_the_reason_is_told(offer, se
 def test_on_a_device_that_it_does_not_declare_it_loses(offer, selected):
     offer("fast-kernels", fast="Fast")
     found = selected(SPEC.replace(dtype="bfloat16"), "sim:mi300x")
-    assert found.decode == "torch_native"
+    assert (found.prefill, found.decode) == ("triton", "triton")  # of priority 50, behind the plugin's 60
     assert "fast: device_kind: wanted rocm, supported cpu" in found.explain()
 
 
@@ -142,7 +142,10 @@ def test_a_priority_may_depend_on_the_device(offer, selected):
     offer("amx-kernels", amx="Amx")
     spec = SPEC.replace(dtype="bfloat16")
     assert selected(spec, "sim:xeon-amx").decode == "amx"
-    assert selected(spec, "sim:mi300x").decode == "torch_native"
+    elsewhere = selected(spec, "sim:ascend910b")
+    assert elsewhere.decode == "torch_native"
+    assert "amx: valid, with priority 1" in elsewhere.explain()
+    assert selected(spec, "sim:mi300x").decode == "triton"
 
 
 def test_of_two_plugins_the_best_that_is_valid_is_chosen(offer, selected):

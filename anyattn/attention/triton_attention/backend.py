@@ -80,7 +80,6 @@ class TritonBackend(AttentionBackend):
         device_kinds=frozenset({"cuda", "rocm", "xpu"}),
         archs=frozenset(tuning.TUNINGS),
         packages=("torch>=2.9", "triton>=3.5 | module:triton"),
-        extra="cuda",
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES | FP8_DTYPES,
         per_head_scales=True,
