@@ -154,6 +154,7 @@ def attended(
 
 @triton.jit(
     do_not_specialize=[
+        "block_table", "qo_indptr", "kv_lens", "k_scale", "v_scale", "sinks", "slopes", "tree_bits", "tree_starts",
         "table_stride", "window", "least_qo_len", "most_qo_len", "q_token", "q_head", "tiles", "k_step",
         "v_step",
     ]
@@ -387,7 +388,7 @@ def _store(target, acc1, acc2, factor, mine, DV: tl.constexpr, DV1: tl.constexpr
         tl.store(target[:, None] + (DV1 + dim2)[None, :], rest, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tiles", "wide", "v_step"])
+@triton.jit(do_not_specialize=["qo_indptr", "v_scale", "sinks", "tiles", "wide", "v_step"])
 def merge_kernel(
     out, lse, merges, qo_indptr, partial_out, partial_lse, v_scale, v_step, sinks, tiles, wide, HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, DV: tl.constexpr, RANGES: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -323,7 +323,7 @@ def _consume(
         gl.store(partial_lse + start + gl.arange(0, HALF, layout=ROWS), row_lse)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "window", "q_token", "q_head"])
+@gluon.jit(do_not_specialize=["block_table", "sinks", "table_stride", "window", "q_token", "q_head"])
 def hopper_extend_kernel(
     q, k, v, out, lse, k_desc1, k_desc2, v_desc, records, block_table, table_stride, partial_out, partial_lse, q_token,
     q_head, scale, window, sinks, HEADS: gl.constexpr, GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,

@@ -432,7 +432,11 @@ def _consume(
             kv_len = gl.load(kv_lens + seq)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "least_qo_len", "most_qo_len", "tiles"])
+@gluon.jit(
+    do_not_specialize=[
+        "block_table", "qo_indptr", "kv_lens", "sinks", "table_stride", "least_qo_len", "most_qo_len", "tiles",
+    ]
+)  # fmt: skip
 def hopper_mla_kernel(
     q_latent_desc, q_rope_desc, k_latent_desc, k_rope_desc, pages, out, lse, records, block_table, table_stride,
     qo_indptr, kv_lens, partial_out, partial_lse, scale, sinks, least_qo_len, most_qo_len, tiles, HEADS: gl.constexpr,

@@ -102,6 +102,11 @@ class Layer:
         return torch.full((), scale, dtype=torch.float32, device=device)
 
 
+def _alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Whether each begins where 16 bytes can be moved at once, which is compiled in."""
+    return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
 class AttendKernel:
     """One of the attention kernels, with the tile that it works with."""
 
@@ -128,7 +133,7 @@ class AttendKernel:
         grid = (lanes, rows, -(-spec.vo_head_dim // (widest if wide else _NARROW)))
         chained = self.tuned.chained
         self._merge(
-            (division.ranges, None if sinks is None else sinks.dtype, call.out.data_ptr() % 16),
+            (division.ranges, None if sinks is None else sinks.dtype, _alignment(call.out)),
             grid,
             call.out, call.lse, division.merges, call.batch.qo_indptr, division.partial_out, division.partial_lse,
             *layer.scales[2:], sinks, division.tiles, int(wide),
@@ -166,7 +171,7 @@ class PlainKernel(AttendKernel):
         unit = 8 if aligned else 1
         descs = self._descriptors(layer)
         self._attend(
-            (division.ranges, aligned, layer.key, None if call.sinks is None else call.sinks.dtype),
+            (division.ranges, _alignment(q, out), unit, layer.key, None if call.sinks is None else call.sinks.dtype),
             (division.num_programs * division.tiles * self.heads, 1, 1),
             q, layer.k, layer.v, out, call.lse, *descs, division.records, batch.block_table,
             batch.block_table.stride(0), batch.qo_indptr, batch.kv_lens, division.partial_out, division.partial_lse,
@@ -299,7 +304,7 @@ class HopperMLAKernel(_HopperKernel):
         q_descs = self._row_descriptor(latent, 256), self._row_descriptor(rope, 64)
         k_page, k_token = layer.strides[:2]
         self._attend(
-            (division.ranges, layer.key, out.data_ptr() % 16, None if call.sinks is None else call.sinks.dtype),
+            (division.ranges, layer.key, _alignment(out), None if call.sinks is None else call.sinks.dtype),
             (division.num_programs * division.tiles * self.heads, 1, 1),
             *q_descs, *self._descriptors(layer), layer.k, out, call.lse, division.records, batch.block_table,
             batch.block_table.stride(0), batch.qo_indptr, batch.kv_lens, division.partial_out, division.partial_lse,
@@ -343,7 +348,7 @@ class HopperExtendKernel(_HopperKernel):
         unit = 8 if aligned else 1
         descs = self._descriptors(layer)
         self._attend(
-            (aligned, layer.key, None if call.sinks is None else call.sinks.dtype),
+            (_alignment(q, out), unit, layer.key, None if call.sinks is None else call.sinks.dtype),
             (division.num_programs * self.heads, 1, 1),
             q, layer.k, layer.v, out, call.lse, *descs, division.records, batch.block_table,
             batch.block_table.stride(0), division.partial_out, division.partial_lse, q.stride(0) // unit,

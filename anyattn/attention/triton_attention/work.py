@@ -71,8 +71,10 @@ def _store_lengths(record, qo_indptr, kv_lens, seq, mask):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks"]
-)
+    do_not_specialize=[
+        "qo_indptr", "kv_lens", "num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks",
+    ]
+)  # fmt: skip
 def ranges_kernel(
     qo_indptr, kv_lens, num_seqs, num_programs, least_qo_len, most_qo_len, WINDOW, least_blocks, records, merges,
     BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr, SEQS: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -159,8 +161,8 @@ def _parts_of(qo_len, blocks, common, most_parts, ROWS_PER_TOKEN: tl.constexpr, 
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks", "most_parts", "slots",
-        "num_merges",
+        "qo_indptr", "kv_lens", "num_seqs", "num_programs", "least_qo_len", "most_qo_len", "WINDOW", "least_blocks",
+        "most_parts", "slots", "num_merges",
     ]
 )  # fmt: skip
 def parts_kernel(
