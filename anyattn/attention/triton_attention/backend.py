@@ -266,8 +266,7 @@ class TritonBackend(AttentionBackend):
                 self._divide_parts(
                     tile, (programs, 1, 1), *common, division.most_parts, division.slots, division.records,
                     division.merges, division.num_merges, tile.block_n, tile.block_m, division.kernel.head_tile,
-                    work.SEQS,
-                    work.PROGRAMS,
+                    work.SEQS, work.PROGRAMS,
                 )  # fmt: skip
 
     def run(

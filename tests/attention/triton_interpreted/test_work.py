@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from anyattn.attention.triton_attention import work
 
 BLOCK_N, OVERHEAD = 16, 1
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 sequences = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 900)).map(lambda pair: (pair[0], sum(pair) if pair[0] else 0)),
