@@ -13,7 +13,7 @@ FOLDER = Path(__file__).with_name("triton_interpreted")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_work", "test_attend", "test_kit"])
+@pytest.mark.parametrize("name", ["test_work", "test_attend", "test_graphs", "test_kit"])
 def test_the_triton_backend_is_right_when_interpreted(name):
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environ = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -39,6 +39,3 @@ class InterpretedTriton(TritonBackend):
         run_on=frozenset(),
         contract_tested_on=frozenset(),
     )
-
-
-tuning.TUNINGS[CPU.arch] = TUNING  # nobody else has such a device
