@@ -113,6 +113,7 @@ def _declared(c: Capabilities) -> list[tuple[str, str]]:
         ("architectures", "any" if c.archs is None else _names(c.archs)),
         *([("needs", _names(c.features))] if c.features else []),
         *((title, _names(names)) for title, names in proven if names),
+        *([("contract-tested with", c.contract_tested_with)] if c.contract_tested_with else []),
         ("packages", ", ".join(map(_package, c.packages)) or "none"),
         *([("programs", ", ".join(f"`{program}`" for program in c.programs))] if c.programs else []),
         ("dtypes", _names(c.dtypes)),

@@ -69,6 +69,7 @@ class Capabilities:
         some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
     run_on, emulated_on, contract_tested_on: archs or device kinds where it ran on hardware, ran in an emulator, or had
         its calls held against an emulation of the vendor's interface.
+    contract_tested_with: the vendor's wheel whose declarations those calls are bound to, as "torch-npu 2.14.0".
     """
 
     device_kinds: frozenset[str] | None = None
@@ -112,6 +113,7 @@ class Capabilities:
     run_on: frozenset[str] = frozenset()
     emulated_on: frozenset[str] = frozenset()
     contract_tested_on: frozenset[str] = frozenset()
+    contract_tested_with: str = ""
 
     def __post_init__(self) -> None:
         for name, kinds in _FIELD_TYPES.items():
@@ -418,7 +420,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("head_dims", "topk"), (IntSet, type(None))),
     "preferred_page_size": (int, type(None)),
     "graph": GraphLevel,
-    "extra": str,
+    **dict.fromkeys(("extra", "contract_tested_with"), str),
     **dict.fromkeys(("any_head_dim_pair", "any_mla_dims", "sliding_window", "logits_soft_cap", "sinks", "alibi"), bool),
     **dict.fromkeys(("tree_mask", "lse", "deterministic", "contiguous_q", "per_head_scales", "strided_pages"), bool),
     **dict.fromkeys(("allocates_out", "needs_finite_tails"), bool),

@@ -33,6 +33,7 @@ def _verdict(
     spec: AttentionSpec, platform: Platform, candidate: BackendCandidate, role: Role, preference: Preference
 ) -> Verdict:
     capabilities = candidate.capabilities
+    status = capabilities.status_on(platform)
     assumed = platform.simulated and not preference.installed_only
     reasons = [
         *_device_reasons(platform),
@@ -50,7 +51,8 @@ def _verdict(
         distribution=candidate.distribution,
         role=role,
         priority=priority,
-        status=capabilities.status_on(platform),
+        status=status,
+        tested_with=capabilities.contract_tested_with if status == "contract-tested" else "",
         installed=not candidate.missing,
         reasons=tuple(reasons),
     )

@@ -68,6 +68,7 @@ class Verdict:
     """What became of one candidate in one role. No reasons: it is valid.
 
     priority: at TYPICAL_LOAD. installed: whether its packages are all here.
+    tested_with: the vendor's wheel that the calls are bound to, where the status is contract-tested and one is named.
     """
 
     name: str
@@ -75,8 +76,14 @@ class Verdict:
     role: Role
     priority: float
     status: Status
+    tested_with: str
     installed: bool
     reasons: tuple[Reason, ...]
+
+    @property
+    def standing(self) -> str:
+        """The status in words, with the wheel that is behind it."""
+        return f"{self.status} with {self.tested_with}" if self.tested_with else self.status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +169,7 @@ class Selection:
 
     def _why(self, name: str, role: Role) -> str:
         chosen = self._verdict(name, role)
-        origin = f"from {chosen.distribution}, {chosen.status}"
+        origin = f"from {chosen.distribution}, {chosen.standing}"
         if self.preference.backends(role):
             return f"asked for by name, {origin}"
         valid = sum(not v.reasons for v in self.verdicts if v.role == role)
@@ -241,6 +248,7 @@ def backends_json(kinds: Sequence[Sequence[Verdict]]) -> list[dict[str, Any]]:
                     "valid": False,
                     "installed": verdict.installed,
                     "status": verdict.status,
+                    "contract_tested_with": verdict.tested_with,
                     "roles": [],
                     "reasons": [],
                 },

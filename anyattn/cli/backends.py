@@ -151,7 +151,7 @@ def _table(verdicts: Sequence[Verdict], selection: Selection | None) -> Table:
         by_role = {verdict.role: verdict for verdict in verdicts if verdict.name == name}
         first = next(iter(by_role.values()))
         marks = [_mark(by_role[role], selection) for role in ROLES]
-        table.add_row(name, first.distribution, first.status, "yes" if first.installed else "no", *marks)
+        table.add_row(name, first.distribution, first.standing, "yes" if first.installed else "no", *marks)
     return table
 
 

@@ -440,3 +440,14 @@ def test_pages_that_no_layout_in_common_can_be_cut_into_are_told_with_the_sizes_
     some = with_pools(backend("a", layouts=("5D",), page_sizes=ints(3, 5)), one=pool(layouts=("5D", "NHD")))
     with pytest.raises(NoBackendError, match=r"layouts of such layers: 5D \(page size any, in multiples of 8\)"):
         select(SPEC, CPU, some)
+
+
+@pytest.mark.parametrize(
+    ("arch", "standing"),
+    [("new", "contract-tested with vendor-kernels 1.2"), ("old", "run on hardware"), ("other", "declared")],
+)
+def test_the_explanation_says_with_which_wheel_calls_were_tested(arch, standing):
+    tested = {"contract_tested_on": frozenset({"new"}), "run_on": frozenset({"old"})}
+    device = dataclasses.replace(CPU, arch=arch)
+    found = select(SPEC, device, candidates(backend("a", **tested, contract_tested_with="vendor-kernels 1.2")))
+    assert f"from a-dist, {standing}, 1 valid" in found.explain()

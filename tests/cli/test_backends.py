@@ -13,7 +13,7 @@ from anyattn.attention.reference import ReferenceBackend
 from anyattn.types import STATUSES, VENDOR_LAYOUTS
 
 KEYS = {"device", "model", "choice", "choices", "error", "backends", "problems"}
-BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "roles", "reasons"}
+BACKEND_KEYS = {"name", "distribution", "valid", "installed", "status", "contract_tested_with", "roles", "reasons"}
 REASON_KEYS = {"layer_kind", "role", "field", "wanted", "supported", "remedy"}
 
 

@@ -142,7 +142,7 @@ def test_every_field_of_a_declaration_has_a_check():
     declared = declaring(
         extra="cuda", graph=GraphLevel.DECODE, phases=frozenset({"prefill", "mixed", "decode", "verify"}),
         tree_mask=True, features=frozenset({"f"}), device_kinds=frozenset({"k"}), emulated_on=frozenset({"k"}),
-        contract_tested_on=frozenset({"k"}), decode_qo_len=3, not_together=(("sinks", "return_lse"),),
+        contract_tested_on=frozenset({"k"}), contract_tested_with="vendor-kernels 1.2", decode_qo_len=3, not_together=(("sinks", "return_lse"),),
     )  # fmt: skip
     rows = {check.capability for check in backend_contract.checks(of_class(declared))}
     rows |= {check.capability for check in backend_contract.checks(of_class(Plain))}

@@ -80,6 +80,8 @@ def _consistency(declared: Capabilities) -> Iterator[tuple[str, str, Callable[[C
     for name in ("run_on", "emulated_on", "contract_tested_on"):
         if getattr(declared, name) and declared.device_kinds is not None and declared.archs is not None:
             yield name, f"{name} names devices that are declared", partial(_require_claims, name)
+    if declared.contract_tested_with:
+        yield "contract_tested_with", "contract_tested_with comes with contract_tested_on", _require_tested
 
 
 def _require_role(declared: Capabilities) -> None:
@@ -87,6 +89,13 @@ def _require_role(declared: Capabilities) -> None:
         raise CheckFailedError(
             f"phases {', '.join(sorted(declared.phases))} fill no role: decode needs the phase decode, prefill needs "
             "prefill and mixed, so that the backend is never chosen."
+        )
+
+
+def _require_tested(declared: Capabilities) -> None:
+    if not declared.contract_tested_on:
+        raise CheckFailedError(
+            f"calls were bound to {declared.contract_tested_with}, and contract_tested_on names no device for which."
         )
 
 
