@@ -47,6 +47,9 @@ _SERVER_ARCHS = frozenset({"ascend910b", "ascend910_93"})
 """Atlas A2 and A3: the only ones that the documents of torch_npu's NPUGraph (op-plugin, graph_task_update_begin) and
 triton-ascend's quick start name. CANN's own graph capture may reach further."""
 
+NPU_MISSING_DTYPES = dict.fromkeys(("ascend310", "ascend310p", "ascend910"), frozenset({"bfloat16"}))
+"""By architecture: those before the 910B compute no bfloat16 (torch_npu, csrc/core/npu, IsBF16Supported)."""
+
 _CANN_HOMES = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
 """Where CANN goes by default, the second from 8.5 on (Huawei, "CANN Software Installation Guide")."""
 _CANN_VERSIONS = (
@@ -122,6 +125,7 @@ def _probe(num_nodes: int) -> ProbeResult:
                 collective="hccl",
                 graph=GraphLevel.ALWAYS if facts["arch"] in _SERVER_ARCHS else GraphLevel.NEVER,
                 triton=facts["arch"] in _SERVER_ARCHS,
+                missing_dtypes=NPU_MISSING_DTYPES.get(facts["arch"], frozenset()),
                 status="contract-tested",
                 torch_remedy=host.TORCH_REMEDIES["ascend"],
                 problems=device_problems,

@@ -1,0 +1,1 @@
+"""Huawei's kernels for Ascend NPUs, from torch-npu."""
