@@ -18,8 +18,10 @@ _ACCELERATOR_CLASSES = (0x1200, 0x0380)
 _NAME_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 """libdrm's table of marketing names, where distributions and AMD's own packages have it."""
 
-_WSL_FILES = ("dev/dxg", "opt/rocm/lib/librocdxg.so")
-"""ROCm under WSL (ROCprofiler-SDK documentation, "Using rocprofv3 on WSL2")."""
+_WSL_DEVICE = "dev/dxg"
+_WSL_LIBRARIES = ("opt/rocm/lib/librocdxg.so", "opt/rocm/lib/libamdhip64.so")
+"""ROCm under WSL (ROCprofiler-SDK documentation, "Using rocprofv3 on WSL2"); before that library, the package
+hsa-runtime-rocr4wsl-amdgpu had what it does in the ROC runtime itself, and HIP tells that ROCm is installed."""
 
 _TRITON_ARCHS = frozenset(
     {"gfx908", "gfx90a", "gfx942", "gfx950", "gfx1250"}
@@ -75,8 +77,9 @@ def _why_none(num_hidden: int) -> tuple[str, ...]:
     if num_hidden:
         gpus = "an AMD GPU is" if num_hidden == 1 else f"{num_hidden} AMD GPUs are"
         return (f"{gpus} here (/{TOPOLOGY}), but not open to this process; {_CONTAINER}",)
-    if all(host.exists(file) for file in _WSL_FILES):
-        found = f"ROCm is installed for WSL (/{_WSL_FILES[0]} and /{_WSL_FILES[1]} exist)"
+    libraries = [file for file in _WSL_LIBRARIES if host.exists(file)]
+    if libraries and host.exists(_WSL_DEVICE) and not host.exists("dev/kfd"):
+        found = f"ROCm is installed for WSL (/{_WSL_DEVICE} and /{libraries[0]} exist)"
         return (f"{found}, but AMD GPUs are read from Linux's own driver, which WSL has not; run without WSL",)
     if not host.exists(TOPOLOGY):
         for device in host.pci_devices(_VENDOR_ID):

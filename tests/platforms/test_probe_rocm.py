@@ -453,7 +453,10 @@ def test_a_machine_without_any_amd_gpu_is_silent(machine: Machine) -> None:
         ([], None),
         (["dev/kfd"], None),
         (["dev/dxg"], None),  # WSL, perhaps with an NVIDIA GPU
-        (["dev/dxg", "opt/rocm/lib/librocdxg.so"], "WSL"),
+        (["opt/rocm/lib/libamdhip64.so"], None),
+        (["dev/dxg", "dev/kfd", "opt/rocm/lib/libamdhip64.so"], None),
+        (["dev/dxg", "opt/rocm/lib/libamdhip64.so"], "WSL"),  # ROCm before 7
+        (["dev/dxg", "opt/rocm/lib/librocdxg.so"], "WSL (/dev/dxg and /opt/rocm/lib/librocdxg.so exist)"),
     ],
     ids=str,
 )
