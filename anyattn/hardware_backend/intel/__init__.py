@@ -1,0 +1,1 @@
+"""Intel CPUs and GPUs."""
