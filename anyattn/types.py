@@ -43,10 +43,14 @@ DTYPE_BYTES = {
     "float16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
 }
 """The dtypes the contract knows, by torch's names, and the size of one element in bytes."""
 
-FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
+OCP_FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""The two of the Open Compute Project's specification, which most devices compute with."""
+FP8_DTYPES = OCP_FP8_DTYPES | {"float8_e4m3fnuz"}
+"""With AMD's of before, which CDNA3 (gfx942) computes with: one exponent further down, up to 240, and with one zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from anyattn.types import (
     ANY_INT,
     DTYPE_BYTES,
     FP8_DTYPES,
-    KV_LAYOUTS,
     PHASES,
     GraphLevel,
     IntSet,
@@ -64,7 +63,7 @@ class Capabilities:
     contiguous_q: whether `run` wants a contiguous q; the runtime then copies a strided one.
     allocates_out: whether its kernels make the tensor that they write to, so that `run` returns it rather than copy it.
     needs_finite_tails: whether what lies behind a sequence's end in its last page must be finite, as kernels that read
-        whole pages multiply it by 0; the runtime then zeroes it in pages that are new. Layouts NHD and HND only.
+        whole pages multiply it by 0; the runtime then zeroes it in pages that are new.
     priority: higher is chosen first; a number, or a function of facts, spec, role and load. A backend that is best for
         some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
     run_on, emulated_on, contract_tested_on: archs or device kinds where it ran on hardware, ran in an emulator, or had
@@ -153,8 +152,6 @@ class Capabilities:
                     f"capabilities: not_together must hold pairs of features, not {pair!r}; known are "
                     f"{_names(FEATURES)}."
                 )
-        if self.needs_finite_tails and not {*self.layouts} <= {*KV_LAYOUTS}:
-            raise ContractError("capabilities: needs_finite_tails goes with layouts NHD and HND only.")
         if self.decode_qo_len < 1:
             raise ContractError(f"capabilities: decode_qo_len must be at least 1, not {self.decode_qo_len}.")
         if self.preferred_page_size is not None and self.preferred_page_size not in self.page_sizes:
@@ -205,7 +202,7 @@ class Capabilities:
         return [
             *self.device_reasons(platform),
             *self._phase_reasons(spec, role),
-            *self._dtype_reasons(spec),
+            *self._dtype_reasons(spec, platform),
             *self._head_reasons(spec),
             *self._topk_reasons(spec),
             *self._feature_reasons(spec),
@@ -247,14 +244,19 @@ class Capabilities:
                 another=True,
             )
 
-    def _dtype_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
-        if spec.dtype not in self.dtypes:
-            yield _replace_reason("dtype", spec.dtype, sorted(self.dtypes))
-        if spec.topk is None and spec.storage_dtype != spec.dtype and spec.storage_dtype not in self.kv_dtypes:
-            reason = _replace_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(self.kv_dtypes)])
+    def _dtype_reasons(self, spec: AttentionSpec, platform: Platform) -> Iterable[Reason]:
+        """What torch has not on the device no backend can be given."""
+        missing = platform.missing_dtypes
+        dtypes, kv_dtypes = self.dtypes - missing, self.kv_dtypes - missing
+        if spec.dtype not in dtypes:
+            yield _dtype_reason("dtype", spec.dtype, sorted(dtypes), platform)
+        if spec.topk is None and spec.storage_dtype != spec.dtype and spec.storage_dtype not in kv_dtypes:
+            reason = _dtype_reason("kv_dtype", spec.storage_dtype, ["auto", *sorted(kv_dtypes)], platform)
             if spec.kv_scale_per_head:  # which the spec allows with fp8 only
                 reason = dataclasses.replace(reason, remedy=f"{reason.remedy} and kv_scale_per_head=False")
             yield reason
+        elif spec.topk is not None and spec.storage_dtype in missing:  # there is no other cache for it
+            yield _dtype_reason("kv_dtype", spec.storage_dtype, [], platform)
         elif spec.storage_dtype in FP8_DTYPES:
             for name, quantizes in (
                 ("may_quantize_q", self.quantizes_q),
@@ -473,6 +475,20 @@ def _model_reason(field: str, wanted: object, supported: Sequence[object]) -> Re
         remedy="name another backend",
         another=True,
     )
+
+
+def _dtype_reason(field: str, wanted: str, served: Sequence[str], platform: Platform) -> Reason:
+    """served: what a backend takes on this device, by preference."""
+    if served:
+        reason = _replace_reason(field, wanted, served)
+    else:
+        reason = Reason(
+            field=field, wanted=wanted, supported="none here", remedy="name another backend", another=True
+        )
+    if wanted not in platform.missing_dtypes:
+        return reason
+    lack = f"torch has no {wanted} on devices of kind {platform.kind}"
+    return dataclasses.replace(reason, supported=f"{reason.supported} ({lack})")
 
 
 def _replace_reason(field: str, wanted: object, supported: Sequence[object]) -> Reason:

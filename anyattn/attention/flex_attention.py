@@ -24,7 +24,7 @@ from anyattn.attention.capabilities import Capabilities
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.pool import dequantize
-from anyattn.types import ANY_INT, FP8_DTYPES, KV_LAYOUTS, PHASES, IntSet
+from anyattn.types import ANY_INT, KV_LAYOUTS, OCP_FP8_DTYPES, PHASES, IntSet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +80,7 @@ class FlexAttentionBackend(AttentionBackend):
         packages=("torch>=2.9", "triton>=3.5"),
         extra="cuda",
         dtypes=_DTYPES,
-        kv_dtypes=_DTYPES | FP8_DTYPES,
+        kv_dtypes=_DTYPES | OCP_FP8_DTYPES,
         per_head_scales=True,
         head_dims=IntSet(minimum=16, maximum=256),  # torch refuses less: _inductor/kernel/flex/flex_attention.py
         head_dim_pairs=frozenset({(192, 128)}),

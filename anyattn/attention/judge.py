@@ -163,6 +163,7 @@ def judge_pools(
         name: [
             *pool.reject_reasons(
                 platform.kind,
+                arch=platform.arch,
                 kind=spec.cache_kind,
                 kv_dtype=spec.storage_dtype,
                 kv_scale_per_head=spec.kv_scale_per_head,

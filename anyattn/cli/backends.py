@@ -122,7 +122,10 @@ def _problems(found: Survey) -> list[str]:
 
 def _report(found: Survey, model: str | None, tp: int) -> None:
     if found.device is not None:
-        show(f"device    {found.device}{', simulated' if found.device.simulated else ''}")
+        notes = [", simulated"] if found.device.simulated else []
+        if found.device.status == "declared":
+            notes.append(", unverified: nobody has seen its facts on hardware")
+        show(f"device    {found.device}{''.join(notes)}")
     if model is not None:
         layers = "1 layer" if len(found.layers) == 1 else f"{len(found.layers)} layers"
         show(f"model     {model}, {layers}, tensor parallel {tp}")

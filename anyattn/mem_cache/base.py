@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from anyattn.mem_cache.spec import CacheSpec
 else:
     np = lazy_import("numpy")
+    torch = lazy_import("torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,10 @@ class AllocatorCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCapabilities:
-    """What a KV pool stores. `device_kinds` None means every kind."""
+    """What a KV pool stores. `device_kinds` None means every kind, `archs` None every one of those devices."""
 
     device_kinds: frozenset[str] | None = None
+    archs: frozenset[str] | None = None
     kind: CacheKind
     """What it keeps; `CACHE_KINDS` has what each means."""
     kv_dtypes: frozenset[str]
@@ -89,7 +91,8 @@ class PoolCapabilities:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        _check_declaration(self, kind=str, kv_dtypes=frozenset, layouts=tuple, per_head_scales=bool, joined_layers=bool)
+        flags = {"per_head_scales": bool, "joined_layers": bool}
+        _check_declaration(self, archs=_NAMES_OR_NONE, kind=str, kv_dtypes=frozenset, layouts=tuple, **flags)
         if self.kind not in CACHE_KINDS:
             raise ContractError(f"PoolCapabilities: kind cannot be {self.kind!r}.")
 
@@ -101,13 +104,20 @@ class PoolCapabilities:
         self,
         device_kind: str,
         *,
+        arch: str | None = None,
         kind: CacheKind,
         kv_dtype: str,
         kv_scale_per_head: bool = False,
         joined_layers: bool = False,
     ) -> list[Reason]:
-        """All reasons against this pool, in the words of `AttentionSpec` and of `create_runtime`'s arguments."""
+        """All reasons against this pool, in the words of `AttentionSpec` and of `create_runtime`'s arguments.
+
+        arch: of the device; without it, those that hold on every device of the kind.
+        """
         reasons = _device_reasons(self.device_kinds, device_kind)
+        if not reasons and self.archs is not None and arch is not None and arch not in self.archs:
+            names = ", ".join(sorted(self.archs))
+            reasons.append(Reason(field="arch", wanted=arch, supported=names, remedy=f"use a device of arch {names}"))
         if kind != self.kind:
             reasons.append(
                 Reason(
@@ -133,13 +143,17 @@ class PoolCapabilities:
         return reasons
 
 
-def _check_declaration(declared: AllocatorCapabilities | PoolCapabilities, **types: type) -> None:
-    types_of: dict[str, Any] = {"device_kinds": (frozenset, type(None)), "priority": int, **types}
+_NAMES_OR_NONE = (frozenset, type(None))
+
+
+def _check_declaration(declared: AllocatorCapabilities | PoolCapabilities, **types: Any) -> None:
+    types_of: dict[str, Any] = {"device_kinds": _NAMES_OR_NONE, "priority": int, **types}
     for name, kinds in types_of.items():
         value = getattr(declared, name)
         if not isinstance(value, kinds) or (isinstance(value, frozenset | tuple) and not value):
             raise ContractError(f"{type(declared).__name__}: {name} cannot be {value!r}.")
-    for name, known in (("device_kinds", None), ("kv_dtypes", set(DTYPE_BYTES)), ("layouts", set(ALL_LAYOUTS))):
+    known_names = {"device_kinds": None, "archs": None, "kv_dtypes": {*DTYPE_BYTES}, "layouts": {*ALL_LAYOUTS}}
+    for name, known in known_names.items():
         for member in getattr(declared, name, None) or ():
             if not isinstance(member, str) or (known is not None and member not in known):
                 raise ContractError(f"{type(declared).__name__}: {name} cannot hold {member!r}.")
@@ -277,6 +291,8 @@ class LayerKV:
         `anyattn.mem_cache.layouts` has the vendors' orders. For DeepSeek sparse attention, uint8: see `sparse_pools`.
     v: likewise with v_head_dim; for MLA a view of the first `kv_lora_rank` elements of k.
     v_in_k: whether v is such a view.
+    rope: for MLA in layout NZ [num_pages, 1, qk_rope_head_dim / 16, page_size, 16], as k and v are then both just
+        latents; None otherwise.
     k_scale, v_scale: what stored values are multiplied with; a float, or a float32 tensor of one element or, where the
         pool serves it, of one for each KV head: [num_kv_heads].
     """
@@ -287,6 +303,12 @@ class LayerKV:
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
     v_in_k: bool = False
+    rope: torch.Tensor | None = None
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """What the layer keeps, each element once: k, then v where that is not in k, or rope where that is apart."""
+        return [self.k, *([] if self.v_in_k else [self.v]), *([] if self.rope is None else [self.rope])]
 
     def nhd(self) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v as [num_pages, page_size, num_kv_heads, dim]; views, strided where the layout is HND.
@@ -309,6 +331,8 @@ class LayerKV:
         copies, but that v is a view of k's copy where `v_in_k`.
         """
         k = layouts.gather(self.k, self.layout, "k", pages)
+        if self.rope is not None:
+            k = torch.cat([k, layouts.gather(self.rope, self.layout, "k", pages)], dim=-1)
         if self.v_in_k:
             dim_hi, dim_lo = layouts.tokens_view(self.v, self.layout, "k").shape[4:]
             return k, k[..., : dim_hi * dim_lo]
@@ -391,8 +415,7 @@ class KVPool(ABC):
 
         pages: [n], int64, pages that one sequence each may write to. used: [n], int64, tokens of each that stay, at
             least one.
-        Raises ContractError for pages and numbers of tokens that there are not, and where a page's last tokens do not
-        lie together: in layouts other than NHD and HND.
+        Raises ContractError for pages and numbers of tokens that there are not.
         """
         if not (pages.size and self.layers):
             return

@@ -154,7 +154,10 @@ class MHAPool(_ScaledPool):
 
 
 class MLAPool(_ScaledPool):
-    """MLA's latents and rope parts, joined in one row a token; the values are a view of the keys."""
+    """MLA's latents and rope parts, joined in one row a token; in layout NZ in a tensor each, as its readers want.
+
+    The values are a view of the keys.
+    """
 
     capabilities: ClassVar[PoolCapabilities] = PoolCapabilities(
         kind="mla", kv_dtypes=MHAPool.capabilities.kv_dtypes, layouts=ALL_LAYOUTS, joined_layers=True
@@ -162,23 +165,34 @@ class MLAPool(_ScaledPool):
 
     def _new_layer(self, *raw: torch.Tensor) -> LayerKV:
         layout, rank = self.cache.layout, self.cache.v_head_dim
-        k = self._pages(raw[0], self.cache.page_shapes()[0])
+        k, *apart = (self._pages(*part) for part in zip(raw, self.cache.page_shapes(), strict=True))
+        if apart:
+            return LayerKV(k=k, v=k, layout=layout, v_in_k=True, rope=apart[0])
         v = k[..., :rank] if layout in KV_LAYOUTS else k[:, :, : rank // k.shape[-1]]
         return LayerKV(k=k, v=v, layout=layout, v_in_k=True)
 
     def _new_targets(self, kv: LayerKV) -> tuple[StoreTarget, ...]:
-        """For joined rows, for latents and for rope parts."""
+        """For latents, for rope parts, and where there are such for joined rows."""
         view, scale = tokens_view(kv.k, kv.layout, "k"), _divisor(kv.k_scale, kv.k.device)
         rank, dim = self.cache.v_head_dim, self.cache.head_dim
-        parts = (view, dims_of(view, 0, rank), dims_of(view, rank, dim - rank))
+        if kv.rope is not None:
+            parts = [view, tokens_view(kv.rope, kv.layout, "k")]
+        else:
+            parts = [dims_of(view, 0, rank), dims_of(view, rank, dim - rank), view]
         return tuple(StoreTarget(part, scale) for part in parts)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
-        joined, latent, rope = self._targets[layer]
-        if v is None:
-            store((k.unsqueeze(1),), (joined,), slots, self.cache.page_size)
-        else:
-            store((k.unsqueeze(1), v.unsqueeze(1)), (latent, rope), slots, self.cache.page_size)
+        latent, rope, *joined = self._targets[layer]
+        if v is None and joined:
+            store((k.unsqueeze(1),), joined, slots, self.cache.page_size)
+            return
+        k, v = self._apart(k, v)
+        store((k.unsqueeze(1), v.unsqueeze(1)), (latent, rope), slots, self.cache.page_size)
+
+    def _apart(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [num_tokens, kv_lora_rank] and rope parts [num_tokens, qk_rope_head_dim], however they are given."""
+        rank = self.cache.v_head_dim
+        return (k[:, :rank], k[:, rank:]) if v is None else (k, v)
 
     def set_scales(self, layer: int, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> None:
         tensors = isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor)

@@ -32,8 +32,9 @@ class CacheSpec:
 
     num_layers: none is fine: where all layers have windows, the pool of those without has no bytes, only page ids.
     num_kv_heads, head_dim, v_head_dim: of one layer. "mla" and "dsa" have one head of `head_dim = kv_lora_rank + rope`
-        whose first `v_head_dim = kv_lora_rank` elements are the values too, and are stored once; "dsa" has just
-        576 and 512. "index" has keys only: one head, v_head_dim 0.
+        whose first `v_head_dim = kv_lora_rank` elements are the values too, and are stored once, in layout NZ the
+        other elements, the rope part, in pages of their own; "dsa" has just 576 and 512. "index" has keys only: one
+        head, v_head_dim 0.
     kv_dtype: dtype of the stored elements; fp8 is read as stored value times scale. "dsa" and "index" take
         float8_e4m3fn, and keep the scales among the pages.
     page_size: tokens in a page.
@@ -100,12 +101,15 @@ class CacheSpec:
     def page_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of one page of each part that a layer stores: keys, then values where they are not within the keys.
 
-        In elements of `kv_dtype`; for "dsa" and "index" in bytes.
+        For "mla" in layout NZ: latents, then rope parts where there are any. In elements of `kv_dtype`; for "dsa" and
+        "index" in bytes.
         """
         if self.kind == "dsa":
             return ((self.page_size, 1, DSA_ROW_BYTES),)
         if self.kind == "index":
             return ((self.page_size, 1, self.head_dim + INDEX_SCALE_BYTES),)
+        if self.kind == "mla" and self.layout == "NZ" and self.head_dim > self.v_head_dim:
+            return tuple(self._page_shape("k", dim) for dim in (self.v_head_dim, self.head_dim - self.v_head_dim))
         keys = self._page_shape("k", self.head_dim)
         return (keys,) if self.kind == "mla" else (keys, self._page_shape("v", self.v_head_dim))
 

@@ -9,10 +9,14 @@ import subprocess
 
 from anyattn.platforms import host
 from anyattn.platforms.base import Platform, ProbeResult
-from anyattn.types import GraphLevel
+from anyattn.types import FP8_DTYPES, GraphLevel
 
 _METAL_FAMILIES = {"M1": "apple7", "M2": "apple8", "M3": "apple9", "M4": "apple9", "M5": "apple10", "A18": "apple9"}
 """By series of the chip; Pro, Max and Ultra do not differ (Apple, "Metal Feature Set Tables" of May 2026)."""
+
+MPS_MISSING_DTYPES = frozenset({"float64"}) | FP8_DTYPES
+"""Metal has no float64, and torch (2.13) no fp8 for MPS: "Trying to convert Float8_e4m3fn to the MPS backend but it
+does not have support for that dtype"."""
 
 
 def probe() -> ProbeResult:
@@ -62,6 +66,7 @@ def _probe() -> ProbeResult:
         collective="gloo",
         graph=GraphLevel.NEVER,
         triton=False,
+        missing_dtypes=MPS_MISSING_DTYPES,
         status="contract-tested",
         torch_remedy=host.TORCH_REMEDIES["apple"],
         problems=host.torch_problems("apple"),

@@ -49,6 +49,8 @@ class Platform:
     """The most that a device graph can do on this kind of device."""
     triton: bool = False
     """Whether Triton has a compiler for this device (not whether it is installed)."""
+    missing_dtypes: frozenset[str] = frozenset()
+    """What torch has not on this device, of the dtypes that the contract knows: float64, float8_e4m3fn, ..."""
     status: Status = "declared"
     """What stands behind the probe of this kind of device."""
     torch_remedy: str = ""
@@ -66,7 +68,7 @@ class Platform:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise TypeError(f"{field.name} of a Platform must be of type {wanted}, not {type(value).__name__}")
-        for name in ("features", "problems"):
+        for name in ("features", "missing_dtypes", "problems"):
             if not all(isinstance(member, str) for member in getattr(self, name)):
                 raise TypeError(f"{name} of a Platform must hold strings")
         if self.status not in STATUSES:
@@ -91,6 +93,7 @@ class Platform:
         """All facts as JSON values."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         facts["features"] = sorted(self.features)
+        facts["missing_dtypes"] = sorted(self.missing_dtypes)
         facts["graph"] = self.graph.name.lower()
         facts["problems"] = list(self.problems)
         if self.compute_capability is not None:
@@ -104,7 +107,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("memory_total_bytes", "memory_free_bytes", "num_cores", "num_threads"), (int, type(None))),
     **dict.fromkeys(("triton", "simulated"), (bool,)),
     "index": (int,),
-    "features": (frozenset,),
+    **dict.fromkeys(("features", "missing_dtypes"), (frozenset,)),
     "compute_capability": (tuple, type(None)),
     "graph": (GraphLevel,),
     "problems": (tuple,),

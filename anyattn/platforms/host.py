@@ -139,6 +139,15 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(version=str(values.get("__version__", "")), runtimes=runtimes, is_damaged=is_damaged)
 
 
+def torch_has(file: str) -> bool:
+    """Whether the installed torch has this file, as "xpu/graphs.py". Nothing is imported."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        return spec is not None and spec.origin is not None and (Path(spec.origin).parent / file).is_file()
+    except Exception:  # whatever an import hook raises
+        return False
+
+
 def torch_problems(kind: str) -> tuple[str, ...]:
     """Why no torch at all can drive a device of this kind here: there is none, or it is damaged."""
     build = torch_build()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyattn.platforms.apple import MPS_MISSING_DTYPES
+from anyattn.platforms.ascend import NPU_MISSING_DTYPES
 from anyattn.platforms.base import Platform
 from anyattn.platforms.host import TORCH_REMEDIES
 from anyattn.types import GraphLevel
@@ -63,6 +65,20 @@ MI300X = _device(
     status="contract-tested",
 )
 
+MI355X = _device(
+    "mi355x",
+    kind="rocm",
+    vendor="amd",
+    name="AMD Instinct MI355X",
+    arch="gfx950",
+    memory_total_bytes=309_220_868_096,  # rocm-smi --showmeminfo vram, unpartitioned
+    num_cores=256,  # compute units; ROCm documentation, "GPU hardware specifications"
+    collective="rccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="contract-tested",
+)
+
 ASCEND910B = _device(
     "ascend910b",
     kind="ascend",
@@ -74,6 +90,35 @@ ASCEND910B = _device(
     collective="hccl",
     graph=GraphLevel.ALWAYS,
     triton=True,
+    status="contract-tested",
+)
+
+ASCEND910_93 = _device(
+    "ascend910_93",
+    kind="ascend",
+    vendor="huawei",
+    name="Ascend 910_9392",  # one of the two dies of an Atlas A3 card, each of which is a device
+    arch="ascend910_93",
+    memory_total_bytes=64 * _GIB,  # as it is sold, half of the card's
+    num_cores=24,  # AI cores of the die; CANN, "ATC", --aicore_num
+    collective="hccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="contract-tested",
+)
+
+ASCEND310P = _device(
+    "ascend310p",
+    kind="ascend",
+    vendor="huawei",
+    name="Ascend 310P3",
+    arch="ascend310p",
+    memory_total_bytes=24 * _GIB,  # of an Atlas 300I Pro, as it is sold
+    num_cores=8,  # AI cores; CANN, platform_config/Ascend310P3.ini
+    collective="hccl",
+    graph=GraphLevel.NEVER,
+    triton=False,
+    missing_dtypes=NPU_MISSING_DTYPES["ascend310p"],
     status="contract-tested",
 )
 
@@ -105,6 +150,21 @@ PVC = _device(
     memory_total_bytes=68_702_699_520,  # torch.xpu.get_device_properties
     num_cores=64,  # Xe cores; "Intel Data Center GPU Max 1550" product specifications have 128 for both
     collective="xccl",
+    graph=GraphLevel.ALWAYS,
+    triton=True,
+    status="contract-tested",
+)
+
+B580 = _device(
+    "b580",
+    kind="xpu",
+    vendor="intel",
+    name="Intel Arc B580",
+    arch="bmg_g21",
+    memory_total_bytes=12 * _GIB,  # as it is sold
+    num_cores=20,  # Xe cores; "Intel Arc B580 Graphics" product specifications
+    collective="xccl",
+    graph=GraphLevel.ALWAYS,
     triton=True,
     status="contract-tested",
 )
@@ -134,5 +194,6 @@ M3 = _device(
     memory_total_bytes=24 * _GIB,
     num_cores=10,
     collective="gloo",
+    missing_dtypes=MPS_MISSING_DTYPES,
     status="contract-tested",
 )

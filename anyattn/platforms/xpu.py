@@ -83,8 +83,8 @@ def _probe() -> ProbeResult:
                 driver_version=host.read(f"sys/module/{gpu.driver}/version") or None,  # Intel's own packages have one
                 runtime_version=runtime_version,
                 collective="xccl",
-                # torch.xpu.XPUGraph is in the documentation of torch's development branch; nothing here has used one.
-                graph=GraphLevel.NEVER,
+                # torch.xpu.XPUGraph, which torch 2.13 has; nothing here has used one.
+                graph=GraphLevel.ALWAYS if host.torch_has("xpu/graphs.py") else GraphLevel.NEVER,
                 triton=True,  # for every Intel GPU that torch takes (torch.utils._triton.has_triton)
                 status="contract-tested",
                 torch_remedy=host.TORCH_REMEDIES["xpu"],

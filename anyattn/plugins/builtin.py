@@ -26,6 +26,13 @@ def anyattn_platforms() -> dict[str, str]:
 def anyattn_attention_backends() -> dict[str, str]:
     """Portable ones and those that wrap a vendor's kernels."""
     return {
+        "aiter": "anyattn.hardware_backend.rocm.aiter:AiterBackend",
+        "aiter_asm": "anyattn.hardware_backend.rocm.aiter_asm:AiterAsmBackend",
+        "aiter_mla": "anyattn.hardware_backend.rocm.aiter_mla:AiterMLABackend",
+        "aiter_mla_ocp": "anyattn.hardware_backend.rocm.aiter_mla:AiterMLAOCPBackend",
+        "aiter_mla_prefill": "anyattn.hardware_backend.rocm.aiter_mla_prefill:AiterMLAPrefillBackend",
+        "aiter_paged": "anyattn.hardware_backend.rocm.aiter_paged:AiterPagedBackend",
+        "aiter_paged_ocp": "anyattn.hardware_backend.rocm.aiter_paged:AiterPagedOCPBackend",
         "cutedsl_mla": "anyattn.hardware_backend.cuda.cutedsl_mla:CuteDSLMLABackend",
         "cutlass_mla": "anyattn.hardware_backend.cuda.cutlass_mla:CutlassMLABackend",
         "dsa": "anyattn.hardware_backend.cuda.dsa:DSABackend",
@@ -37,12 +44,26 @@ def anyattn_attention_backends() -> dict[str, str]:
         "flashinfer": "anyattn.hardware_backend.cuda.flashinfer:FlashInferBackend",
         "flashinfer_mla": "anyattn.hardware_backend.cuda.flashinfer_mla:FlashInferMLABackend",
         "flashmla": "anyattn.hardware_backend.cuda.flashmla:FlashMLABackend",
+        "fused_infer_attention": (
+            "anyattn.hardware_backend.ascend.fused_infer_attention:FusedInferAttentionBackend"
+        ),
+        "fused_infer_attention_v2": (
+            "anyattn.hardware_backend.ascend.fused_infer_attention:FusedInferAttentionV2Backend"
+        ),
+        "fused_infer_attention_mla": (
+            "anyattn.hardware_backend.ascend.fused_infer_attention_mla:FusedInferAttentionMLABackend"
+        ),
+        "npu_paged_attention": "anyattn.hardware_backend.ascend.paged_attention:NPUPagedAttentionBackend",
         "torch_varlen": "anyattn.hardware_backend.cuda.torch_varlen:TorchVarlenBackend",
         "trtllm_mha": "anyattn.hardware_backend.cuda.trtllm_mha:TRTLLMMHABackend",
         "trtllm_mla": "anyattn.hardware_backend.cuda.trtllm_mla:TRTLLMMLABackend",
         "xqa": "anyattn.hardware_backend.cuda.xqa:XQABackend",
         "flex_attention": "anyattn.attention.flex_attention:FlexAttentionBackend",
         "flex_attention_cpu": "anyattn.attention.flex_attention:FlexAttentionCPUBackend",
+        "intel_cpu": "anyattn.hardware_backend.intel.cpu:IntelCPUBackend",
+        "intel_xpu": "anyattn.hardware_backend.intel.xpu_flash_attn:IntelXPUBackend",
+        "intel_xpu_grouped": "anyattn.hardware_backend.intel.xpu_flash_attn:IntelXPUGroupedBackend",
+        "mlx": "anyattn.hardware_backend.apple.mlx:MLXBackend",
         "reference": "anyattn.attention.reference:ReferenceBackend",
         "triton": "anyattn.attention.triton_attention.backend:TritonBackend",
         "torch_native": "anyattn.attention.torch_native:TorchNativeBackend",
@@ -59,6 +80,9 @@ def anyattn_kv_allocators() -> dict[str, str]:
 def anyattn_kv_pools() -> dict[str, str]:
     """Triton where it runs, plain torch elsewhere."""
     return {
+        "ascend_mha": "anyattn.hardware_backend.ascend.pools:AscendMHAPool",
+        "ascend_mla": "anyattn.hardware_backend.ascend.pools:AscendMLAPool",
+        "ascend_nz": "anyattn.hardware_backend.ascend.pools:AscendNZPool",
         "dsa": "anyattn.mem_cache.sparse_pools:DSAPool",
         "mha": "anyattn.mem_cache.pool:MHAPool",
         "mla": "anyattn.mem_cache.pool:MLAPool",
@@ -76,9 +100,13 @@ def anyattn_simulated_devices() -> dict[str, str]:
         "b200": "anyattn.platforms.simulated:B200",
         "rtx5090": "anyattn.platforms.simulated:RTX5090",
         "mi300x": "anyattn.platforms.simulated:MI300X",
+        "mi355x": "anyattn.platforms.simulated:MI355X",
         "ascend910b": "anyattn.platforms.simulated:ASCEND910B",
+        "ascend910_93": "anyattn.platforms.simulated:ASCEND910_93",
+        "ascend310p": "anyattn.platforms.simulated:ASCEND310P",
         "xeon-amx": "anyattn.platforms.simulated:XEON_AMX",
         "pvc": "anyattn.platforms.simulated:PVC",
+        "b580": "anyattn.platforms.simulated:B580",
         "mtt-s5000": "anyattn.platforms.simulated:MTT_S5000",
         "m3": "anyattn.platforms.simulated:M3",
     }

@@ -62,12 +62,8 @@ def test_on_hopper_triton_decodes_few_mla_heads_of_few_sequences(device, heads, 
 @pytest.mark.parametrize(
     ("device", "spec", "prefill", "decode"),
     [
-        ("sim:mi300x", GQA, "triton", "triton"),
-        ("sim:mi300x", GQA.replace(graph="always"), "triton", "triton"),
         ("sim:mi300x", FP8, "triton", "triton"),
-        ("sim:mi300x", mla(128), "triton", "triton"),
-        ("sim:mi300x", mla(16), "triton", "triton"),
-        ("sim:pvc", GQA, "triton", "triton"),
+        ("sim:mi355x", TREES, "triton", "triton"),
         ("sim:pvc", TREES, "triton", "triton"),
         ("sim:pvc", mla(128), "triton", "triton"),
         ("sim:rtx5090", HEADS_OF_72, "triton", "triton"),

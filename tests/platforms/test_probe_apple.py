@@ -85,6 +85,8 @@ def test_an_apple_silicon_mac_has_one_gpu_with_its_facts(mac: Mac) -> None:
     assert (device.memory_total_bytes, device.memory_free_bytes) == (64 * GIB, 40 * GIB)
     assert (device.driver_version, device.runtime_version) == (None, "15.5")
     assert (device.collective, device.graph, device.triton) == ("gloo", GraphLevel.NEVER, False)
+    assert {"float64", "float8_e4m3fn", "float8_e5m2"} <= device.missing_dtypes
+    assert {"float32", "bfloat16", "float16"}.isdisjoint(device.missing_dtypes)
     assert (device.status, device.problems) == ("contract-tested", ())
     assert "system_profiler" not in mac.commands
 

@@ -118,6 +118,13 @@ def test_a_gpu_is_one_device_with_what_sysfs_and_its_id_tell(machine: Machine) -
     assert (device.status, device.problems) == ("contract-tested", ())
 
 
+def test_graphs_are_there_where_the_installed_torch_has_them(machine: Machine) -> None:
+    machine.gpu(B580)
+    machine.write("site/torch/xpu/graphs.py", "class XPUGraph: ...")
+    (device,) = machine.probe().devices
+    assert device.graph == GraphLevel.ALWAYS
+
+
 def test_what_linuxs_own_drivers_do_not_tell_is_unknown(machine: Machine) -> None:
     machine.gpu(B580)
     machine.gpu(A770, driver="i915")

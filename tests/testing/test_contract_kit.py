@@ -367,7 +367,7 @@ MUTANTS = {
     "rounding without fp8": (
         declaring(kv_dtypes=frozenset(), quantizes_probs=False),
         "quantizes_q comes with an fp8 cache",
-        "quantizes_q is declared, and kv_dtypes hold none of float8_e4m3fn, float8_e5m2",
+        "quantizes_q is declared, and kv_dtypes hold none of float8_e4m3fn, float8_e4m3fnuz, float8_e5m2",
     ),
     "pages that cannot be cut": (
         declaring(layouts=("NHD", "5D"), page_sizes=ints(3)),

@@ -20,10 +20,15 @@ def decoded(x, DTYPE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):
     """Elements of the cache in the dtype of the products.
 
     FP8: "" for none; otherwise x are bytes of that format. Where the device cannot convert them (NATIVE), their bits
-    are moved into those of a float16, whose exponent is 8 larger for e4m3 and the same for e5m2.
+    are moved into those of a float16, whose exponent is 8 larger for e4m3, 7 for e4m3fnuz and the same for e5m2.
     """
     if FP8 == "":
         return x.to(DTYPE)
+    elif FP8 == "e4m3fnuz":  # which few devices convert; what would be -0 is NaN, and nothing else
+        bits = x.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        half = tl.where((bits & 0xFF) == 0x80, 0x7E00, half.to(tl.int32)).to(tl.int16)
+        return (half.to(tl.float16, bitcast=True) * 128.0).to(DTYPE)
     elif NATIVE:
         if FP8 == "e4m3":
             return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)

@@ -11,7 +11,7 @@ from anyattn.attention.triton_attention import tuning
 from anyattn.attention.triton_attention.tuning import Tile, Tuning
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.kernels.launch import BoundKernel
-from anyattn.types import DTYPE_BYTES, FP8_DTYPES
+from anyattn.types import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ else:
 
 OVERHEAD = 1  # blocks that a sequence costs beside its own, where work is divided in ranges
 _LOG2_E = 1.4426950408889634
+_FP8_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz"}
+"""As `attend.decoded` calls them."""
 _WIDEST = 256  # elements of keys and values of which tiles of many rows are computed
 _WIDE, _NARROW, _FEW_PARTS = 512, 64, 12
 """Elements of a row that a program merges where rows have about so many parts at most, and where they have more."""
@@ -161,7 +163,7 @@ class PlainKernel(AttendKernel):
         exact = spec.dtype == "float32"
         tile = tuning.fitted(tile, tuned, (keys + values) * item, keys * item, exact=exact)
         super().__init__(spec, cache, tuned, tile)
-        self.fp8 = spec.storage_dtype[7:11] if spec.storage_dtype in FP8_DTYPES else ""
+        self.fp8 = _FP8_FORMATS.get(spec.storage_dtype, "")
         self._scale = spec.scale * (1.0 if spec.logits_soft_cap is not None else _LOG2_E)
         self._attend = BoundKernel(attend.attend_kernel)
 

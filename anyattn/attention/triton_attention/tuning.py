@@ -107,6 +107,8 @@ TUNINGS: dict[str, Tuning] = {
     "gfx942": replace(_SM86, shared_bytes=64 << 10),
     "gfx950": replace(_SM80, shared_bytes=160 << 10),
     "pvc": replace(_SM80, shared_bytes=128 << 10),
+    "bmg_g21": replace(_SM86, shared_bytes=64 << 10),
+    "bmg_g31": replace(_SM86, shared_bytes=64 << 10),
 }
 """By `Platform.arch`."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
-from anyattn.hardware_backend.cuda.sinks import join_sinks
+from anyattn.attention.sinks import join_sinks
 from anyattn.lazy import lazy_import
 from anyattn.types import IntSet
 

@@ -70,8 +70,7 @@ class PageMover:
     def copy(self, src: Any, dst: Any) -> None:
         """Pages from pages; see `KVPool.copy_pages`."""
         src, dst = self._page_ids("src", src), self._page_ids("dst", dst)
-        if src.shape != dst.shape:
-            raise ContractError(f"src and dst must name equally many pages, not {src.shape[0]} and {dst.shape[0]}.")
+        self._check_pairs(src, dst)
         if self._triton is not None:
             with on(self.device):
                 self._triton.copy(src, dst)
@@ -97,6 +96,10 @@ class PageMover:
         if pages.device != self.device:
             raise ContractError(f"{name} must be on the pool's device, {self.device}, not on {pages.device}.")
         return pages.contiguous()
+
+    def _check_pairs(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        if src.shape != dst.shape:
+            raise ContractError(f"src and dst must name equally many pages, not {src.shape[0]} and {dst.shape[0]}.")
 
     def _check_records(self, name: str, records: torch.Tensor, count: int) -> None:
         shape = (count, self.record_bytes)

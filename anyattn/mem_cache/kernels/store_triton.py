@@ -29,31 +29,37 @@ _WIDEST_ROW = 1024
 _NARROWEST_ROW = 32
 _VECTOR_BYTES = 16
 
-NO_FP8, E4M3, E5M2 = 0, 1, 2
-_FP8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+NO_FP8, E4M3, E5M2, E4M3FNUZ = 0, 1, 2, 3
+_FP8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float8_e4m3fnuz: E4M3FNUZ}
 _E4M3 = tl.constexpr(E4M3)
+_E5M2 = tl.constexpr(E5M2)
+_E4M3FNUZ = tl.constexpr(E4M3FNUZ)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
 def _fp8_bytes(x, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 as the bytes of float8_e4m3fn or float8_e5m2: to nearest, ties to even, saturated, NaN stays NaN.
+    """float32 as the bytes of an fp8 dtype: to nearest, ties to even, saturated, NaN stays NaN.
 
     NATIVE leaves it to the device's own cast. Without it integers do it, and the same on every device.
     """
-    MANTISSA: tl.constexpr = 3 if FP8 == _E4M3 else 2
-    BIAS: tl.constexpr = 7 if FP8 == _E4M3 else 15
-    LARGEST: tl.constexpr = 448.0 if FP8 == _E4M3 else 57344.0
+    MANTISSA: tl.constexpr = 2 if FP8 == _E5M2 else 3
+    BIAS: tl.constexpr = 15 if FP8 == _E5M2 else (8 if FP8 == _E4M3FNUZ else 7)
+    LARGEST: tl.constexpr = 57344.0 if FP8 == _E5M2 else (240.0 if FP8 == _E4M3FNUZ else 448.0)
     if NATIVE:
         clamped = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         if FP8 == _E4M3:
             return clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        elif FP8 == _E4M3FNUZ:
+            return clamped.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
         else:
             return clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         SHIFT: tl.constexpr = 23 - MANTISSA
         SMALLEST_NORMAL_BITS: tl.constexpr = (128 - BIAS) << 23
-        LARGEST_BITS: tl.constexpr = 0x43E00000 if FP8 == _E4M3 else 0x47600000
+        LARGEST_BITS: tl.constexpr = (
+            0x47600000 if FP8 == _E5M2 else (0x43700000 if FP8 == _E4M3FNUZ else 0x43E00000)
+        )
         # Added to a number below the smallest normal one, this leaves float32's last bit on fp8's last bit.
         ALIGNER: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
         ALIGNER_BITS: tl.constexpr = (151 - BIAS - MANTISSA) << 23
@@ -65,7 +71,10 @@ def _fp8_bytes(x, FP8: tl.constexpr, NATIVE: tl.constexpr):
         normal = (magnitude - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
         small = (magnitude.to(tl.float32, bitcast=True) + ALIGNER).to(tl.int32, bitcast=True) - ALIGNER_BITS
         rounded = tl.where(magnitude < SMALLEST_NORMAL_BITS, small, normal)
-        return (tl.where(is_nan, 0x7F, rounded) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        sign = (bits >> 24) & 0x80
+        if FP8 == _E4M3FNUZ:  # its one NaN stands where -0 would
+            return tl.where(is_nan, 0x80, tl.where(rounded == 0, 0, rounded | sign)).to(tl.uint8)
+        return (tl.where(is_nan, 0x7F, rounded) | sign).to(tl.uint8)
 
 
 @triton.jit

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.device_table import to_device
 from anyattn.mem_cache.indices import ranges
 from anyattn.mem_cache.kernels import triton_runs_on
 from anyattn.mem_cache.kernels.launch import on
-from anyattn.mem_cache.layouts import as_bytes
-from anyattn.types import KV_LAYOUTS
+from anyattn.mem_cache.layouts import as_bytes, tokens_view
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,18 +25,14 @@ else:
 
 
 class TailZeroer:
-    """`KVPool.zero_tails`, for these layers.
-
-    Raises ContractError for pages in vendors' orders, in which a page's last tokens do not lie together.
-    """
+    """`KVPool.zero_tails`, for these layers."""
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
-        if strange := {kv.layout for kv in layers}.difference(KV_LAYOUTS):
-            raise ContractError(
-                f"what lies behind a sequence's end can be zeroed in layouts {' and '.join(KV_LAYOUTS)}, not in "
-                f"{', '.join(sorted(strange))}: name another layout, or a backend that does not need it."
-            )
-        self._parts = [as_bytes(part) for kv in layers for part in (kv.nhd()[:1] if kv.v_in_k else kv.nhd())]
+        self._parts = [as_bytes(part) for kv in layers for part in _by_token(kv)]
+        # Of 5D's values, a page's last tokens lie among the others, so that no run of bytes is theirs alone.
+        self._mingled = [
+            tokens_view(as_bytes(kv.v), "5D", "v") for kv in layers if kv.layout == "5D" and not kv.v_in_k
+        ]
         self._device = self._parts[0].device
         self._page_size = self._parts[0].shape[1]
         self._triton: TritonZeroer | None = None
@@ -54,8 +48,23 @@ class TailZeroer:
             pages_there, used_there = to_device([pages, used], self._device, wide=2)
             with on(self._device):
                 self._triton(pages_there, used_there)
-            return
+            if not self._mingled:
+                return
         left = self._page_size - used
         pages_there, offsets = to_device([pages.repeat(left), ranges(used, left)], self._device, wide=2)
-        for part in self._parts:
-            part[pages_there, offsets] = 0
+        if self._triton is None:
+            for part in self._parts:
+                part[pages_there, offsets] = 0
+        for view in self._mingled:
+            piece = view.shape[2]
+            view[pages_there, offsets // piece, offsets % piece] = 0
+
+
+def _by_token(kv: LayerKV) -> list[torch.Tensor]:
+    """What a layer stores, but for 5D's values, as [num_pages, page_size, pieces, elements of a piece]; views."""
+    if kv.layout == "NHD":
+        return kv.stored
+    if kv.layout == "5D":
+        return [kv.k.flatten(1, 2).transpose(1, 2)]
+    parts = [part.flatten(1, 2) for part in kv.stored] if kv.layout == "NZ" else kv.stored
+    return [part.transpose(1, 2) for part in parts]

@@ -124,7 +124,9 @@ def reasons_against(target: Target, device: Platform) -> list[str]:
             reasons = declared.reject_reasons(device.kind)
         else:
             assert isinstance(declared, PoolCapabilities)
-            reasons = declared.reject_reasons(device.kind, kind=declared.kind, kv_dtype=min(declared.kv_dtypes))
+            reasons = declared.reject_reasons(
+                device.kind, arch=device.arch, kind=declared.kind, kv_dtype=min(declared.kv_dtypes)
+            )
     except Exception as error:  # a requirement string that is none
         return [f"its declaration cannot be read: {describe(error)}"]
     return [str(_with_remedy(reason, device)) for reason in reasons]

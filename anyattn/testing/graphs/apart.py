@@ -20,8 +20,8 @@ def _padding(setting: Setting) -> Measured:
     graph, seqs = setting.graph(engine), engine.new(setting.prompts())
     graph.step("a full replay", engine.extend(seqs, setting.counts(NUM_SEQS)))
     for kv in (kv for pool in rt.pools for kv in pool.layers):
-        kv.k[0].zero_()
-        kv.v[0].zero_()
+        for part in kv.stored:
+            part[0].zero_()
     work = engine.extend(seqs[:2], setting.counts(2, 1))
     before = kv_bytes(rt)
     graph.step("a replay that is half padding", work)

@@ -60,7 +60,11 @@ def _slots(kind: type) -> list[str]:
 def kv_bytes(rt: AttentionRuntime) -> list[list[torch.Tensor]]:
     """A copy of all KV data on the CPU: for each pool, for each layer's keys and values [num_slots, bytes]."""
     return [
-        [_by_slot(part, kv.layout, name) for kv in pool.layers for name, part in (("k", kv.k), ("v", kv.v))]
+        [
+            _by_slot(part, kv.layout, "k" if part is kv.k or kv.v_in_k else "v")
+            for kv in pool.layers
+            for part in kv.stored
+        ]
         for pool in rt.pools
     ]
 

@@ -83,7 +83,7 @@ def nan_for(part: torch.Tensor) -> float:
 
 @contextmanager
 def _null_page_kept(kv: LayerKV) -> Iterator[None]:
-    pages = [part[NULL_PAGE] for part in (kv.k, kv.v)]
+    pages = [part[NULL_PAGE] for part in kv.stored]
     before = [page.clone() for page in pages]
     yield
     for page, value in zip(pages, before, strict=True):
@@ -147,7 +147,7 @@ def build_runtime(
     )
     rt = runtime_around(backend, case, platform, table)
     for kv in (kv for pool in rt.pools for kv in pool.layers):
-        for part in (kv.k, kv.v):
+        for part in kv.stored:
             part.fill_(nan_for(part) if "pages" in poison else 0.0)
             part[NULL_PAGE].fill_(nan_for(part) if "null page" in poison else 0.0)
     return rt

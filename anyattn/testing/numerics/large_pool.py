@@ -53,7 +53,7 @@ def offsets_of_64_bits(backend: type[AttentionBackend], case: Case, device: Plat
     allocator = _LastPagesFirst(num_pages, page_size, num_wanted, seed)
     rt = runtime_around(backend, case, device, PageTable(allocator, page_size, device=device.torch_device))
     kv = layer_kv(rt, 0)
-    for part in (kv.k, kv.v):  # no other page: a host gives memory to pages that are written
+    for part in kv.stored:  # no other page: a host gives memory to pages that are written
         part[-num_wanted:].fill_(nan_for(part))
         part[NULL_PAGE].fill_(nan_for(part))
     oracle = Oracle(spec, case.num_seqs, *set_scales(rt, case)[0], page_size=page_size)

@@ -111,7 +111,7 @@ class Bench:
 
     def rows(self, layer: int, pages: torch.Tensor) -> list[torch.Tensor]:
         """Of one layer, see `Picture.rows`."""
-        gathered = self.pool.layers[layer].gather(pages)[: len(self.cache.page_shapes())]
+        gathered = self.pool.layers[layer].gather(pages)[: 2 if self.cache.kind == "mha" else 1]
         parts = [part.contiguous().view(torch.uint8).cpu() for part in gathered]
         return [_by_token(parts[0], self.cache)] if self.cache.kind == "index" else parts
 

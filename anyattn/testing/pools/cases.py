@@ -12,7 +12,7 @@ from anyattn.mem_cache.base import PoolCapabilities
 from anyattn.mem_cache.spec import DSA_HEAD_DIM, DSA_V_HEAD_DIM, CacheKind, CacheSpec
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, KVLayout
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 _PAGE_SIZE = 16
 _PAGE_SIZES = (1, 3, 64, 256)
 

@@ -19,11 +19,14 @@ from anyattn.testing.pools.shapes import PoolCheck
 from anyattn.testing.target import Target
 from anyattn.types import DTYPE_BYTES, FP8_DTYPES, Reason
 
+_UNKNOWN_ARCH = "no such arch"
+
 
 def contract_checks(target: Target) -> Iterator[Check]:
     """What needs no device."""
     about = {
         "reject_reasons is about device_kinds as declared": ("device_kinds", _device_kinds),
+        "reject_reasons is about archs as declared": ("archs", _archs),
         "reject_reasons is about kind as declared": ("kind", _kind),
         "reject_reasons is about kv_dtypes as declared": ("kv_dtypes", _kv_dtypes),
         "reject_reasons is about per_head_scales as declared": ("per_head_scales", _per_head_scales),
@@ -116,6 +119,13 @@ def _reasons(capabilities: PoolCapabilities, **asked: object) -> list[Reason]:
 
 def _device_kinds(capabilities: PoolCapabilities) -> None:
     memory_contract.check_device_kinds(capabilities.device_kinds, lambda kind: _reasons(capabilities, device_kind=kind))
+
+
+def _archs(capabilities: PoolCapabilities) -> None:
+    for arch in sorted(capabilities.archs or {_UNKNOWN_ARCH}):
+        memory_contract.must_accept(_reasons(capabilities, arch=arch), f"arch {arch!r}")
+    if capabilities.archs is not None:
+        memory_contract.must_refuse(_reasons(capabilities, arch=_UNKNOWN_ARCH), "arch", f"arch {_UNKNOWN_ARCH!r}")
 
 
 def _kind(capabilities: PoolCapabilities) -> None:

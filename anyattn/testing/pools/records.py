@@ -11,12 +11,12 @@ import torch
 
 from anyattn.errors import ContractError
 from anyattn.mem_cache.base import KVPool, LayerKV
+from anyattn.mem_cache.layouts import Part, as_bytes, tokens_view
 from anyattn.mem_cache.spec import CacheSpec
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CheckFailedError
 from anyattn.testing.pools.bench import NUM_PAGES, Bench
 from anyattn.testing.pools.shapes import PoolCheck
-from anyattn.types import KV_LAYOUTS
 
 
 def _filled(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) -> Bench:
@@ -27,8 +27,7 @@ def _filled(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int)
 
 def _records(bench: Bench) -> torch.Tensor:
     """All pages as records, put together from what the layers show: [num_pages + 1, bytes_per_page]."""
-    count = len(bench.cache.page_shapes())
-    shown = [part for kv in bench.pool.layers for part in (kv.k, kv.v)[:count]]
+    shown = [part for kv in bench.pool.layers for part in kv.stored]
     return torch.cat([part.contiguous().view(torch.uint8).flatten(1).cpu() for part in shown], dim=1)
 
 
@@ -145,7 +144,7 @@ def _same_tensors(tested: type[KVPool], device: Platform, cache: CacheSpec, seed
     bench = Bench(tested, device, cache, seed)
 
     def places() -> list[tuple[Any, ...]]:
-        shown = [part for kv in bench.pool.layers for part in (kv.k, kv.v)]
+        shown = [part for kv in bench.pool.layers for part in (*kv.stored, kv.v)]
         return [(part.data_ptr(), part.shape, part.stride()) for part in (*bench.pool.parts(), *shown)]
 
     before = places()
@@ -184,7 +183,7 @@ def _tails(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) 
     bench = _filled(tested, device, cache, seed)
     pages, used = np.array([3, 1]), np.array([cache.page_size - 1 or 1, 1])
     refused = [(np.array([NUM_PAGES + 1]), np.array([1])), (np.array([1]), np.array([cache.page_size + 1]))]
-    has_tails = cache.layout in KV_LAYOUTS and cache.kind != "index"
+    has_tails = cache.kind != "index"
     for wrong_pages, wrong_used in refused if has_tails else [(pages, used)]:
         model = _records(bench)
         try:
@@ -199,10 +198,10 @@ def _tails(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) 
     if not has_tails:
         return
     bench.pool.zero_tails(pages, used)
-    got = [[part.clone() for part in _seen(bench, kv)] for kv in bench.pool.layers]
+    got = [[part.clone() for part in _seen(kv)] for kv in bench.pool.layers]
     other = _filled(tested, device, cache, seed)
     for number, (parts, kv) in enumerate(zip(got, other.pool.layers, strict=True)):
-        for part, wanted in zip(parts, _seen(other, kv), strict=True):
+        for part, wanted in zip(parts, _seen(kv), strict=True):
             for page, count in zip(pages.tolist(), used.tolist(), strict=True):
                 wanted[page, count:] = 0
             if not torch.equal(part, wanted):
@@ -213,9 +212,11 @@ def _tails(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) 
                 )
 
 
-def _seen(bench: Bench, kv: LayerKV) -> list[torch.Tensor]:
+def _seen(kv: LayerKV) -> list[torch.Tensor]:
     """A layer's bytes by page and token, those of MLA once."""
-    return [part.contiguous().view(torch.uint8) for part in kv.nhd()[: len(bench.cache.page_shapes())]]
+    kinds: tuple[Part, ...] = ("k", "k" if kv.v_in_k else "v")
+    by_token = [tokens_view(as_bytes(part), kv.layout, kind) for part, kind in zip(kv.stored, kinds, strict=False)]
+    return [part.flatten(1, 2).contiguous().view(torch.uint8) for part in by_token]
 
 
 RECORD_CHECKS: dict[str, PoolCheck] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from anyattn.mem_cache.base import KVPool
+from anyattn.mem_cache.base import KVPool, LayerKV
 from anyattn.mem_cache.spec import CacheSpec
 from anyattn.platforms.base import Platform
 from anyattn.testing.check import CheckFailedError
@@ -63,7 +63,7 @@ def _shaped(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int)
     for number, kv in enumerate(pool.layers):
         if kv.layout != cache.layout:
             raise CheckFailedError(f"layer {number} has layout {kv.layout}, and the cache asks for {cache.layout}.")
-        for name, part, shape in zip(("k", "v"), (kv.k, kv.v), cache.page_shapes(), strict=False):
+        for name, part, shape in zip(_names(kv), kv.stored, cache.page_shapes(), strict=False):
             if part.shape[1:] != shape or part.dtype != dtype or part.device != bench.device:
                 raise CheckFailedError(
                     f"layer {number}'s {name} has pages of {list(part.shape[1:])} {part.dtype} on {part.device}; "
@@ -73,15 +73,25 @@ def _shaped(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int)
                 raise CheckFailedError(
                     f"a page of layer {number}'s {name} has strides {part[0].stride()}, not packed: {list(shape)}."
                 )
-        if kv.v_in_k != (len(cache.page_shapes()) == 1):
+        if kv.v_in_k != (cache.kind != "mha"):
             raise CheckFailedError(f"layer {number} says v_in_k={kv.v_in_k} for a cache of kind {cache.kind}.")
+        if len(kv.stored) != len(cache.page_shapes()):
+            raise CheckFailedError(
+                f"layer {number} stores {', '.join(_names(kv))}, where a cache of kind {cache.kind} in layout "
+                f"{cache.layout} has {len(cache.page_shapes())} parts a layer."
+            )
+
+
+def _names(kv: LayerKV) -> list[str]:
+    """Of what `kv.stored` gives."""
+    return ["k", *([] if kv.v_in_k else ["v"]), *([] if kv.rope is None else ["rope"])]
 
 
 def _apart(tested: type[KVPool], device: Platform, cache: CacheSpec, seed: int) -> None:
     pool = Bench(tested, device, cache, seed).pool
     itemsize = 1 if cache.kind in ("dsa", "index") else DTYPE_BYTES[cache.kv_dtype]
     for number, kv in enumerate(pool.layers):
-        for name, part, count in zip(("k", "v"), (kv.k, kv.v), page_bytes(cache), strict=False):
+        for name, part, count in zip(_names(kv), kv.stored, page_bytes(cache), strict=False):
             wanted = cache.bytes_per_page if cache.joined_layers else count
             if part.stride(0) * itemsize != wanted:
                 raise CheckFailedError(

@@ -87,6 +87,7 @@ SPECS = {
     "float32": GQA.replace(dtype="float32", head_dim=80),
     "e4m3_scales_by_head": GQA.replace(**FP8, kv_scale_per_head=True),
     "e5m2": GQA.replace(kv_dtype="float8_e5m2"),
+    "e4m3fnuz": GQA.replace(kv_dtype="float8_e4m3fnuz"),
     "mla": MLA,
     "mla_of_other_sizes": AttentionSpec.mla(
         num_qo_heads=5, kv_lora_rank=48, qk_rope_head_dim=16, sm_scale=0.2, dtype="float16", return_lse=True

@@ -73,6 +73,38 @@ def operators(path: str, *names: str) -> Callable[[zipfile.ZipFile], Declaration
     return read
 
 
+def spelled_out(path: str, name: str, pattern: str) -> Callable[[zipfile.ZipFile], Declarations]:
+    """What a compiled library in the wheel has as text: operators' schemas, kernels' names. Every match, sorted."""
+
+    def read(wheel: zipfile.ZipFile) -> Declarations:
+        found = {match.decode() for match in re.findall(pattern.encode(), wheel.read(path))}
+        yield name, " ".join(sorted(found))
+
+    return read
+
+
+def atb_operators(path: str, *names: str) -> Callable[[zipfile.ZipFile], Declarations]:
+    """Schemas of torch-npu's ATB operators, from their declarations in C++, which is all that the wheel has of them."""
+    types = {"const at::Tensor&": "Tensor", "int64_t": "int", "double": "float"}
+
+    def parameter(text: str) -> str:
+        kind, name = re.fullmatch(r"\s*(.*?[ &>])\s*(\w+)\s*", text).groups()  # type: ignore[union-attr]
+        kind = kind.strip()
+        if kind == "at::Tensor&":
+            return f"Tensor({name}!) {name}"
+        if kind == "const c10::optional<at::Tensor>&":
+            return f"Tensor? {name}=None"
+        return f"{types[kind]} {name}"
+
+    def read(wheel: zipfile.ZipFile) -> Declarations:
+        header = wheel.read(path).decode()
+        for name in names:
+            (listed,) = re.findall(rf"void {name}\(([^)]*)\)", header)
+            yield name, f"{name}({', '.join(map(parameter, listed.split(',')))}) -> ()"
+
+    return read
+
+
 def together(*readers: Callable[[zipfile.ZipFile], Declarations]) -> Callable[[zipfile.ZipFile], Declarations]:
     """All that several readers find."""
 
@@ -83,7 +115,84 @@ def together(*readers: Callable[[zipfile.ZipFile], Declarations]) -> Callable[[z
     return read
 
 
-SOURCES: dict[str, Source] = {}
+def _registered(path: str, *names: str) -> Callable[[zipfile.ZipFile], Declarations]:
+    """Schemas as a library registers them, which may be others than those that its code was generated from."""
+    return together(*(spelled_out(path, name, rf"(?<!\w){re.escape(name)}\([ -~]*\) -> [ -~]+") for name in names))
+
+
+SOURCES: dict[str, Source] = {
+    "ascend": Source(
+        distribution="torch-npu",
+        version="2.14.0",
+        read=together(
+            _registered(
+                "torch_npu/lib/libtorch_npu.so",
+                "npu_fused_infer_attention_score",
+                "npu_fused_infer_attention_score.out",
+                "_npu_fused_infer_attention_score_get_max_workspace",
+                "npu_fused_infer_attention_score_v2",
+                "npu_fused_infer_attention_score_v2.out",
+                "_npu_fused_infer_attention_score_v2_get_max_workspace",
+                "npu_scatter_pa_kv_cache",
+            ),
+            operators("torch_npu/csrc/aten/npu_native_functions.yaml", "npu_format_cast"),
+            atb_operators(
+                "torch_npu/include/third_party/op-plugin/op_plugin/include/AtbOpsInterface.h",
+                "_npu_paged_attention",
+                "_npu_reshape_and_cache",
+            ),
+            functions(
+                "torch_npu/npu/graphs.py",
+                "is_current_stream_capturing",
+                "graph_task_group_begin",
+                "graph_task_group_end",
+                "graph_task_update_begin",
+                "graph_task_update_end",
+                prefix="npu.",
+            ),
+            functions("torch_npu/npu/utils.py", "current_stream", "stream", prefix="npu."),
+            functions("torch_npu/npu/streams.py", "Stream.__new__", "Stream.wait_stream", prefix="npu."),
+        ),
+    ),
+    "aiter": Source(
+        distribution="amd-aiter",
+        version="0.1.7.post2.dev18",
+        read=together(
+            functions("aiter/ops/mha.py", "mha_batch_prefill_func"),
+            functions(
+                "aiter/ops/attention.py",
+                "paged_attention_v1",
+                "pa_fwd_asm",
+                "get_mla_metadata_info_v1",
+                "get_mla_metadata_v1",
+            ),
+            functions("aiter/mla.py", "mla_decode_fwd", "mla_prefill_fwd"),
+        ),
+    ),
+    "mlx": Source(
+        distribution="mlx",
+        version="0.32.4",
+        read=together(
+            functions("mlx/core/fast.pyi", "scaled_dot_product_attention"),
+            functions("mlx/core/__init__.pyi", "arange", "array.any", "array.transpose", "concatenate", "eval"),
+            functions("mlx/core/__init__.pyi", "from_dlpack", "pad", "where"),
+        ),
+        platform="manylinux_2_35_x86_64",
+    ),
+    "xpu": Source(
+        distribution="vllm-xpu-kernels",
+        version="0.1.16.2",
+        read=together(
+            functions("vllm_xpu_kernels/flash_attn_interface.py", "flash_attn_varlen_func"),
+            spelled_out("vllm_xpu_kernels/_vllm_fa2_C.abi3.so", "varlen_fwd", r"varlen_fwd\([^)]*\) -> Tensor\[\]"),
+            spelled_out(
+                "vllm_xpu_kernels/libattn_kernels_xe_2.so",
+                "kernels of xe_2",
+                r"(?:chunk_policy_head|paged_decode_kernel_template_q)\d+(?:_\w+?)?_[ft]{3,5}(?=\.cpp)",
+            ),
+        ),
+    ),
+}
 
 
 def refresh(name: str, version: str | None = None) -> None:

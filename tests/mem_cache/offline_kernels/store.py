@@ -73,7 +73,7 @@ KERNELS += [
 KERNELS += [
     store_entry("*bf16", "*u8", [target("HND", part, dtype, **HEADS, scales=scales) for part in "kv"], 16, vector=True,
                 fp8=kernels._FP8[dtype])
-    for dtype, scales in ((torch.float8_e4m3fn, 8), (torch.float8_e5m2, 1))
+    for dtype, scales in ((torch.float8_e4m3fn, 8), (torch.float8_e5m2, 1), (torch.float8_e4m3fnuz, 1))
 ]  # fmt: skip
 KERNELS += [
     rows_entry("*bf16", native=False, vector=True, **ROWS, strides=ROW_STRIDES),

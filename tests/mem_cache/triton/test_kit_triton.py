@@ -12,7 +12,7 @@ from anyattn.testing.allocators import checks as allocators
 from anyattn.testing.check import CannotRunError
 from anyattn.testing.pools import checks as pools
 
-INEXACT = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+INEXACT = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"})
 """What the interpreter rounds otherwise than a GPU does."""
 
 

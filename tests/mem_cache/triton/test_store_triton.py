@@ -114,7 +114,7 @@ def test_inputs_may_have_any_strides(permutation, device):
 
 @pytest.mark.parametrize("scales", [0, 1, HEADS])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
 def test_fp8_is_rounded_and_saturated_as_torch_does(stored, source, scales, device):
     sources = new_tokens(21, source, device)
     largest = torch.finfo(stored).max
@@ -135,7 +135,7 @@ def test_fp8_bytes_land_in_every_layout(layout, device):
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
 def test_all_magnitudes_of_float32_are_rounded_to_fp8_as_torch_does(dtype, native, device):
     if native and not store_triton.casts_rightly(device, dtype):
         pytest.skip("needs a device whose own cast to fp8 is right")
