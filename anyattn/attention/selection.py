@@ -176,13 +176,18 @@ class Selection:
         return f"priority {chosen.priority:g}, {origin}, {valid} valid"
 
     def _why_not(self, name: str) -> str | None:
-        """For each role that the backend does not fill; None when it fills one and is valid in the other."""
+        """For each role that the backend does not fill; None when it fills one and is valid in the other.
+
+        Of what is for other kinds of devices that alone is told; `verdicts` have all reasons.
+        """
         texts: dict[Role, str] = {}
         for role in ROLES:
             verdict = self._verdict(name, role)
             if name in self.backends(role):
                 continue
-            texts[role] = "; ".join(map(str, verdict.reasons)) or self._why_another(verdict)
+            # One for another kind of device has dozens of reasons, of which the others say nothing more.
+            reasons = [reason for reason in verdict.reasons if reason.field == "device_kind"] or verdict.reasons
+            texts[role] = "; ".join(map(str, reasons)) or self._why_another(verdict)
         if len(texts) < len(ROLES):
             texts = {role: text for role, text in texts.items() if self._verdict(name, role).reasons}
         if len(texts) == len(ROLES) and len(set(texts.values())) == 1:

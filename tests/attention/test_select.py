@@ -451,3 +451,10 @@ def test_the_explanation_says_with_which_wheel_calls_were_tested(arch, standing)
     device = dataclasses.replace(CPU, arch=arch)
     found = select(SPEC, device, candidates(backend("a", **tested, contract_tested_with="vendor-kernels 1.2")))
     assert f"from a-dist, {standing}, 1 valid" in found.explain()
+
+
+def test_against_a_backend_for_another_kind_of_device_the_explanation_has_that_reason_alone():
+    elsewhere = backend("b", device_kinds=frozenset({"npu"}), dtypes=frozenset({"float16"}))
+    found = select(SPEC, CPU, candidates(backend("a"), elsewhere))
+    assert "  b: device_kind: wanted cpu, supported npu; use a device of kind npu\n" in f"{found.explain()}\n"
+    assert {reason.field for verdict in found.verdicts for reason in verdict.reasons} == {"device_kind", "dtype"}

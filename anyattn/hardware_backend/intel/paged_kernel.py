@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import numba
 import numpy as np
 from numba import carray, cfunc, types
 
-from anyattn.hardware_backend.intel import vectors
+from anyattn.hardware_backend.intel import cpu_work, vectors
 from anyattn.hardware_backend.intel.cpu_work import ARGUMENTS, ITEM
 from anyattn.hardware_backend.intel.vectors import (
     accumulate,
@@ -132,18 +133,82 @@ def kernel(shape: Shape) -> int:
         kv_dtype, int(shape.capped), shape.lanes, shape.chunk, shape.line, shape.heads_at_once,
         *shape.widths,
     )  # fmt: skip
-    # numba's cache looks at this file's time only, so the other's is compiled in.
-    edition = Path(vectors.__file__).stat().st_mtime_ns
     worker: Callable[..., Any] = _worker
-    return int(worker(*numbers, *shape.scratch_layout()[:-1], edition).address)
+    numbers += (*shape.scratch_layout()[:-1], _edition())
+    try:
+        return int(worker(*numbers, cached=True).address)
+    except RuntimeError as error:  # nowhere to write to: neither beside this file nor in the user's own folders
+        if "no locator" not in str(error):
+            raise
+        return int(worker(*numbers, cached=False).address)
+
+
+@functools.cache
+def _edition() -> int:
+    """Of all that is compiled: numba's cache on disk knows when this file changed, and nothing of the others."""
+    files = (vectors.__file__, cpu_work.__file__, __file__)
+    return zlib.crc32(b"".join(Path(file).read_bytes() for file in files))
+
+
+@numba.njit
+def _address_rows(a: Any, table: Any, start: Any, stop: Any, chunk: Any, keys: Any, values: Any) -> None:
+    """Addresses of the rows of `chunk` tokens from `start` on, the last one's again behind `stop`."""
+    last = min(start + chunk, stop) - 1
+    for t in range(keys.size):
+        token = min(start + t, last)
+        page, offset = table[token // a[PAGE_SIZE]], token % a[PAGE_SIZE]
+        keys[t] = a[K] + page * a[K_PAGE_STRIDE] + offset * a[K_TOKEN_STRIDE]
+        values[t] = a[V] + page * a[V_PAGE_STRIDE] + offset * a[V_TOKEN_STRIDE]
+
+
+@numba.njit
+def _hide_unseen(
+    a: Any, item: Any, start: Any, count: Any, heads: Any, rows: Any, group_size: Any, scores: Any
+) -> None:
+    """Scores of keys before a query's window or, where masks are causal, behind the query become -inf.
+
+    scores: [count, heads * rows at least], of the keys from `start` on.
+    """
+    for h in range(heads):
+        for r in range(item[NUM_ROWS] * group_size):
+            end = np.int64(item[KV_LEN])
+            if a[CAUSAL] != 0:
+                end = np.int64(item[POSITION]) + r // group_size + 1
+            for t in range(max(end - start, 0), count):
+                scores[t, h * rows + r] = -np.inf
+            if a[WINDOW] != 0:
+                for t in range(min(max(end - a[WINDOW] - start, 0), count)):
+                    scores[t, h * rows + r] = -np.inf
+
+
+@numba.njit
+def _merge(parts: Any, results: Any, maxima: Any, sums: Any) -> None:
+    """All parts of the same queries become one result.
+
+    parts: [num_parts, rows, width + 2], the last two being maxima and sums. results: [rows, width].
+    """
+    num_parts, rows, width = parts.shape[0], results.shape[0], results.shape[1]
+    for row in range(rows):
+        most = np.float32(_NOTHING)
+        for part in range(num_parts):
+            most = max(most, parts[part, row, width])
+        total = np.float32(0.0)
+        results[row, :] = np.float32(0.0)
+        for part in range(num_parts):
+            weight = np.float32(math.exp(parts[part, row, width] - most))
+            total += weight * parts[part, row, width + 1]
+            for d in range(width):
+                results[row, d] += weight * parts[part, row, d]
+        maxima[row] = most
+        sums[row] = total
 
 
 def _worker(
     HEADS: int, GROUP_SIZE: int, ROWS: int, GROUP: int, DIM: int, VO_DIM: int, DTYPE: int, KV_DTYPE: int, CAPPED: int,
     LANES: int, CHUNK: int, LINE: int, TOGETHER: int, QUERY: int, RESULT: int, Q_AT: int, RESULT_AT: int,
-    SCORES_AT: int, MAXIMA_AT: int, SUMS_AT: int, CORRECTIONS_AT: int, ADDRESSES_AT: int, EDITION: int,
+    SCORES_AT: int, MAXIMA_AT: int, SUMS_AT: int, CORRECTIONS_AT: int, ADDRESSES_AT: int, EDITION: int, *, cached: bool,
 ) -> Any:  # fmt: skip
-    """Capitals are compiled in: `Shape`'s fields and properties, and its scratch layout. EDITION: of the intrinsics."""
+    """Capitals are compiled in: `Shape`'s fields and properties, and its scratch layout. EDITION: `_edition()`."""
     KEYS = vectors.keys_of(LANES, TOGETHER * GROUP)
     VALUES = 8  # tokens whose values are added, all heads', before the next ones: nearly as they lie
     ADDRESSES = CHUNK + LANES
@@ -153,96 +218,25 @@ def _worker(
     FIELDS, NUM_ARGUMENTS = len(ITEM), len(ARGUMENTS)
     LINE_BYTES = LINE * 4
 
-    @numba.njit(inline="always")
-    def prepare(a: Any, item: Any, used: Any, factor: Any, queries: Any, query_rows: Any) -> None:
-        """Reads the queries, scaled; rows that stand for none are zero."""
-        k_scales = carray(floats_at(np.uintp(a[K_SCALE])), a[NUM_QO_HEADS])
-        for h in range(HEADS):
-            kv_head = item[KV_HEAD] + h
-            scale = factor * np.float32(FACTOR) * k_scales[kv_head * a[K_SCALE_STRIDE]]
-            for r in range(ROWS):
-                row = h * ROWS + r
-                if r < used:
-                    token, head = item[FIRST_ROW] + r // GROUP_SIZE, kv_head * GROUP_SIZE + r % GROUP_SIZE
-                    source = np.uintp(a[Q] + token * a[Q_TOKEN_STRIDE] + head * a[Q_HEAD_STRIDE])
-                    load_query(source, queries + np.uintp(row * QUERY * 4), scale, DIM, LANES, KV_DTYPE, DTYPE)
-                else:
-                    query_rows[row, :] = np.float32(0.0)
-
-    @numba.njit(inline="always")
-    def address_rows(a: Any, table: Any, start: Any, stop: Any, keys: Any, values: Any) -> None:
-        """Addresses of the rows from `start` on, the last one's again behind `stop`."""
-        last = min(start + CHUNK, stop) - 1
-        for t in range(ADDRESSES):
-            token = min(start + t, last)
-            page, offset = table[token // a[PAGE_SIZE]], token % a[PAGE_SIZE]
-            keys[t] = a[K] + page * a[K_PAGE_STRIDE] + offset * a[K_TOKEN_STRIDE]
-            values[t] = a[V] + page * a[V_PAGE_STRIDE] + offset * a[V_TOKEN_STRIDE]
-
-    @numba.njit(inline="always")
-    def hide_unseen(a: Any, item: Any, used: Any, start: Any, count: Any, score_rows: Any) -> None:
-        """Scores of keys before a query's window or, where masks are causal, behind the query become -inf."""
-        for h in range(HEADS):
-            for r in range(used):
-                end: Any = np.int64(item[KV_LEN])
-                if a[CAUSAL] != 0:
-                    end = np.int64(item[POSITION]) + r // GROUP_SIZE + 1
-                for t in range(max(end - start, 0), count):
-                    score_rows[t, h * ROWS + r] = -np.inf
-                if a[WINDOW] != 0:
-                    for t in range(min(max(end - a[WINDOW] - start, 0), count)):
-                        score_rows[t, h * ROWS + r] = -np.inf
-
-    @numba.njit(inline="always")
-    def merge(parts: Any, num_parts: Any, result_rows: Any, maxima: Any, sums: Any) -> None:
-        """All parts of the same queries, which lie with their maxima and sums behind them, become one result."""
-        for row in range(ALL):
-            most = np.float32(_NOTHING)
-            for part in range(num_parts):
-                most = max(most, parts[part, row, RESULT])
-            total = np.float32(0.0)
-            result_rows[row, :] = np.float32(0.0)
-            for part in range(num_parts):
-                weight = np.float32(math.exp(parts[part, row, RESULT] - most))
-                total += weight * parts[part, row, RESULT + 1]
-                for d in range(RESULT):
-                    result_rows[row, d] += weight * parts[part, row, d]
-            maxima[row] = most
-            sums[row] = total
-
-    @numba.njit(inline="always")
-    def finish(a: Any, item: Any, row: Any, results: Any, maximum: Any, total: Any) -> None:
-        """Writes one row's result and LSE."""
-        kv_head, inside = item[KV_HEAD] + row // ROWS, row % ROWS
-        token, head = item[FIRST_ROW] + inside // GROUP_SIZE, kv_head * GROUP_SIZE + inside % GROUP_SIZE
-        denominator = total
-        if a[SINKS] != 0:
-            denominator += np.float32(math.exp(carray(floats_at(np.uintp(a[SINKS])), head + 1)[head] - maximum))
-        factor = np.float32(0.0)
-        if denominator != np.float32(0.0):
-            v_scales = carray(floats_at(np.uintp(a[V_SCALE])), a[NUM_QO_HEADS])
-            factor = v_scales[kv_head * a[V_SCALE_STRIDE]] * np.float32(FACTOR) / denominator
-        place = token * a[NUM_QO_HEADS] + head
-        store_row(results, np.uintp(a[OUT] + place * VO_DIM * BYTES), factor, VO_DIM, LANES, KV_DTYPE, DTYPE)
-        if a[LSE] != 0:
-            lses = carray(floats_at(np.uintp(a[LSE])), place + 1)
-            lses[place] = -np.inf if total == np.float32(0.0) else maximum + np.float32(math.log(total))
-
-    @cfunc(types.void(types.uintp), nopython=True, cache=True, error_model="numpy", boundscheck=False)
+    @cfunc(types.void(types.uintp), nopython=True, cache=cached, error_model="numpy", boundscheck=False)
     def worker(arguments: Any) -> None:
         a = carray(int64s_at(arguments), NUM_ARGUMENTS + 0 * EDITION)
         memory = np.uintp(a[SCRATCH] + next_number(np.uintp(a[COUNTERS] + 8)) * a[SCRATCH_BYTES])
         queries, results, line = memory + np.uintp(Q_AT), memory + np.uintp(RESULT_AT), memory + np.uintp(SCORES_AT)
-        maximum, total = memory + np.uintp(MAXIMA_AT), memory + np.uintp(SUMS_AT)
+        maxima_at, sums_at = memory + np.uintp(MAXIMA_AT), memory + np.uintp(SUMS_AT)
         corrections, lists = memory + np.uintp(CORRECTIONS_AT), memory + np.uintp(ADDRESSES_AT)
         query_rows = carray(floats_at(queries), (ALL, QUERY))
         result_rows = carray(floats_at(results), (ALL, RESULT))
         score_rows = carray(floats_at(line), (ADDRESSES, LINE))
-        maxima, sums = carray(floats_at(maximum), LINE), carray(floats_at(total), LINE)
+        maxima, sums = carray(floats_at(maxima_at), LINE), carray(floats_at(sums_at), LINE)
         addresses = carray(int64s_at(lists), (4, ADDRESSES))  # of this chunk's keys, the next one's, values likewise
         items = carray(int32s_at(np.uintp(a[ITEMS])), (a[NUM_ITEMS], FIELDS))
         factors, ones = carray(floats_at(np.uintp(a[FACTORS])), 2), np.uintp(a[FACTORS] + 8)
         key_stride = np.uintp(a[K_HEAD_STRIDE])
+        k_scales = carray(floats_at(np.uintp(a[K_SCALE])), a[NUM_QO_HEADS])
+        v_scales = carray(floats_at(np.uintp(a[V_SCALE])), a[NUM_QO_HEADS])
+        sinks = carray(floats_at(np.uintp(a[SINKS])), a[NUM_QO_HEADS])
+        lses = carray(floats_at(np.uintp(a[LSE])), (1 << 62) // a[NUM_QO_HEADS])
         while True:
             number = next_number(np.uintp(a[COUNTERS]))
             if number >= a[NUM_ITEMS]:
@@ -251,7 +245,15 @@ def _worker(
             used = item[NUM_ROWS] * GROUP_SIZE
             used_rows = (used + GROUP - 1) // GROUP * GROUP
             is_masked = a[WINDOW] != 0 or (a[CAUSAL] != 0 and item[NUM_ROWS] > 1)
-            prepare(a, item, used, factors[0], queries, query_rows)
+            for row in range(ALL):
+                kv_head, r = item[KV_HEAD] + row // ROWS, row % ROWS
+                if r < used:
+                    token, head = item[FIRST_ROW] + r // GROUP_SIZE, kv_head * GROUP_SIZE + r % GROUP_SIZE
+                    source = np.uintp(a[Q] + token * a[Q_TOKEN_STRIDE] + head * a[Q_HEAD_STRIDE])
+                    scale = factors[0] * np.float32(FACTOR) * k_scales[kv_head * a[K_SCALE_STRIDE]]
+                    load_query(source, queries + np.uintp(row * QUERY * 4), scale, DIM, LANES, KV_DTYPE, DTYPE)
+                else:
+                    query_rows[row, :] = np.float32(0.0)
             result_rows[:, :] = np.float32(0.0)
             maxima[:] = np.float32(_NOTHING)
             sums[:] = np.float32(0.0)
@@ -260,11 +262,11 @@ def _worker(
             table = carray(int32s_at(first_page), item[KV_LEN] // a[PAGE_SIZE] + 1)
             start, stop = np.int64(item[KEY_START]), np.int64(item[KEY_STOP])
             side = 0
-            address_rows(a, table, start, stop, addresses[0], addresses[2])
+            _address_rows(a, table, start, stop, CHUNK, addresses[0], addresses[2])
             while start < stop:
                 count: Any = min(CHUNK, stop - start)
                 following = start + CHUNK if start + CHUNK < stop else start
-                address_rows(a, table, following, stop, addresses[1 - side], addresses[3 - side])
+                _address_rows(a, table, following, stop, CHUNK, addresses[1 - side], addresses[3 - side])
                 keys, keys_ahead = lists + np.uintp(side * ADDRESSES * 8), lists + np.uintp((1 - side) * ADDRESSES * 8)
                 values, values_ahead = keys + np.uintp(2 * ADDRESSES * 8), keys_ahead + np.uintp(2 * ADDRESSES * 8)
                 for key in range(0, count, KEYS):
@@ -285,12 +287,12 @@ def _worker(
                                     DIM, LANES, KV_DTYPE, TOGETHER, GROUP, 0,
                                 )  # fmt: skip
                 if is_masked:
-                    hide_unseen(a, item, used, start, count, score_rows)
+                    _hide_unseen(a, item, start, count, HEADS, ROWS, GROUP_SIZE, score_rows)
                 for row in range(0, LINE, LANES):
                     at = np.uintp(row * 4)
                     softmax(
-                        line + at, np.uintp(LINE_BYTES), np.uintp(count), maximum + at, total + at, corrections + at,
-                        factors[1], LANES, CAPPED,
+                        line + at, np.uintp(LINE_BYTES), np.uintp(count), maxima_at + at, sums_at + at,
+                        corrections + at, factors[1], LANES, CAPPED,
                     )  # fmt: skip
                 for value in range(0, count, VALUES):
                     here, ahead = values + np.uintp(value * 8), values_ahead + np.uintp(value * 8)
@@ -326,10 +328,24 @@ def _worker(
                 if next_number(finished) != item[NUM_PARTS] - 1:
                     continue  # whoever is last merges
                 carray(int64s_at(finished), 1)[0] = 0
-                merge(parts, item[NUM_PARTS], result_rows, maxima, sums)
-            for h in range(HEADS):
-                for r in range(used):
-                    row = h * ROWS + r
-                    finish(a, item, row, results + np.uintp(row * RESULT * 4), maxima[row], sums[row])
+                _merge(parts, result_rows, maxima, sums)
+            for row in range(ALL):
+                kv_head, r = item[KV_HEAD] + row // ROWS, row % ROWS
+                if r >= used:
+                    continue
+                token, head = item[FIRST_ROW] + r // GROUP_SIZE, kv_head * GROUP_SIZE + r % GROUP_SIZE
+                place = token * a[NUM_QO_HEADS] + head
+                denominator = sums[row]
+                if a[SINKS] != 0:
+                    denominator += np.float32(math.exp(sinks[head] - maxima[row]))
+                factor = np.float32(0.0)
+                if denominator != np.float32(0.0):
+                    factor = v_scales[kv_head * a[V_SCALE_STRIDE]] * np.float32(FACTOR) / denominator
+                result = np.uintp(a[OUT] + place * VO_DIM * BYTES)
+                store_row(results + np.uintp(row * RESULT * 4), result, factor, VO_DIM, LANES, KV_DTYPE, DTYPE)
+                if a[LSE] != 0:
+                    lses[place] = -np.inf
+                    if sums[row] != np.float32(0.0):
+                        lses[place] = maxima[row] + np.float32(math.log(sums[row]))
 
     return worker
