@@ -129,9 +129,8 @@ class IntelCPUBackend(AttentionBackend):
         )
         several = replace(decode, num_heads=1, num_tokens=max(_TILE_ROWS // spec.group_size, 1))
         self._shapes = {False: decode, True: several}
-        fits = spec.is_mla or spec.head_dim == spec.vo_head_dim
         self._prefill = None
-        if fits and spec.logits_soft_cap is None:
+        if spec.vo_head_dim <= spec.head_dim and spec.logits_soft_cap is None:
             self._prefill = cpu_prefill.GatheredPrefill(spec, cache.page_size)
         self._factors = torch.tensor([spec.scale, spec.logits_soft_cap or 0.0, 1.0, 1.0, 1.0, 1.0])
         self._memory: dict[str, torch.Tensor] = {}

@@ -17,14 +17,18 @@ from anyattn.types import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
+    import torch.nn.functional as F
 
     from anyattn.attention.batch import Batch
     from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import LayerKV
 else:
     torch = lazy_import("torch")
+    F = lazy_import("torch.nn.functional")
 
-_BUFFER_BYTES = 1 << 25  # of gathered keys and values together: 8192 tokens of 8 heads of 128 bfloat16
+_BUFFER_BYTES = 1 << 25
+"""Of keys and values that are gathered together: 8192 tokens of 8 heads of 128 bfloat16; and of the results of a block
+of queries in float32: 2048 tokens of 32 heads."""
 _WINDOW_QUERIES = 512  # of a block with a window's mask: bounds it, and lets keys outside be left out
 
 
@@ -50,10 +54,15 @@ class Block:
     pieces: list[_Piece]
 
 
-class GatheredPrefill:
-    """Attends to whole sequences. Heads of keys and values of one size, and MLA, whose values are padded to its keys.
+class _Masks(dict[tuple[int, int, int], "torch.Tensor"]):
+    """A step's masks by the number of queries, and by the first and last key's distance from the first query."""
 
-    It gathers 32 MiB at a time, in two copies, however long the sequences are.
+
+class GatheredPrefill:
+    """Attends to whole sequences, whose values are no longer than their keys: they are padded to these.
+
+    It gathers 32 MiB at a time, in two copies, and has a block's results several times, in 32 MiB each at most, however
+    long the sequences are.
     """
 
     def __init__(self, spec: AttentionSpec, page_size: int) -> None:
@@ -63,6 +72,7 @@ class GatheredPrefill:
         token_bytes = spec.num_kv_heads * spec.head_dim * (1 if spec.is_mla else 2) * DTYPE_BYTES[spec.dtype]
         pages = max(_BUFFER_BYTES // (token_bytes * page_size), 1)
         self._tokens = pages * page_size  # gathered at a time
+        self._rows = max(_BUFFER_BYTES // (spec.num_qo_heads * spec.head_dim * 4), 1)
         self._buffers: dict[str, torch.Tensor] = {}
 
     def plan(self, batch: Batch, seq: int) -> list[Block]:
@@ -72,12 +82,12 @@ class GatheredPrefill:
         first = int(host.qo_indptr[seq])
         pages = batch.kv_indices[int(host.kv_indptr[seq]) : int(host.kv_indptr[seq + 1])]
         window = spec.sliding_window
-        step = self._tokens if window is None else min(_WINDOW_QUERIES, max(self._tokens // 2, 1))
-        blocks = []
+        step = min(self._rows, self._tokens if window is None else min(_WINDOW_QUERIES, max(self._tokens // 2, 1)))
+        blocks, masks = [], _Masks()
         for start in range(0, num_new, step):
             stop = min(start + step, num_new)
             if window is not None:
-                pieces = self._windowed(pages, prefix + start, prefix + stop, window)
+                pieces = self._windowed(pages, prefix + start, prefix + stop, window, masks)
             elif spec.causal:
                 pieces = [self._piece(pages, *ends) for ends in self._cut(0, prefix + start)]
                 pieces.append(self._piece(pages, prefix + start, prefix + stop, is_causal=True))
@@ -99,19 +109,34 @@ class GatheredPrefill:
         offset = first * self._page_size
         return _Piece(pages[first:last], slice(start - offset, stop - offset), is_causal, mask)
 
-    def _windowed(self, pages: torch.Tensor, start: int, stop: int, window: int) -> list[_Piece]:
-        """For the queries at `start` to `stop`.
+    def _windowed(self, pages: torch.Tensor, start: int, stop: int, window: int, masks: _Masks) -> list[_Piece]:
+        """For the queries at `start` to `stop`. To a window of 4096, one mask is over all their keys; over more,
+        whose masks would be large, just those keys have one that only some queries see.
 
-        A query that sees nothing of a piece would get NaN: none has fewer keys than there are queries, so that the
-        last query sees the end of the first piece, and the first one the beginning of the last.
+        A query that sees nothing of a piece would get NaN. Of the parts of one mask none has fewer keys than there are
+        queries, so that the last query sees the end of the first, and the first one the beginning of the last; the
+        other kind ends behind the first key that the last query sees. Most blocks share a mask, as it depends on
+        distances alone.
         """
-        query = torch.arange(start, stop)[:, None]
+        first, common = (max(query + 1 - window, 0) for query in (start, stop - 1))
+        if window <= 8 * _WINDOW_QUERIES:
+            return [self._masked(pages, (start, stop), ends, window, masks) for ends in self._cut(first, stop)]
         pieces = []
-        for begin, end in self._cut(max(start + 1 - window, 0), stop):
-            key = torch.arange(begin, end)
+        if first < common:
+            pieces.append(self._masked(pages, (start, stop), (first, common + 1), window, masks))
+            first = common + 1
+        pieces += [self._piece(pages, *ends) for ends in self._cut(first, start)]
+        return [*pieces, self._piece(pages, start, stop, is_causal=True)]
+
+    def _masked(
+        self, pages: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int], window: int, masks: _Masks
+    ) -> _Piece:
+        place = (queries[1] - queries[0], keys[0] - queries[0], keys[1] - queries[0])
+        if place not in masks:
+            query, key = torch.arange(place[0])[:, None], torch.arange(*place[1:])
             seen = (key <= query) & (key > query - window)
-            pieces.append(self._piece(pages, begin, end, mask=torch.where(seen, 0.0, float("-inf")).to(self._dtype)))
-        return pieces
+            masks[place] = torch.where(seen, 0.0, float("-inf")).to(self._dtype)
+        return self._piece(pages, *keys, mask=masks[place])
 
     def run(
         self, q: torch.Tensor, kv: LayerKV, blocks: list[Block], out: torch.Tensor, lse: torch.Tensor | None
@@ -158,8 +183,9 @@ class GatheredPrefill:
                 buffer = torch.empty((size, *raw.shape[1:]), dtype=raw.dtype)
             self._buffers[name] = buffer
         taken = torch.index_select(raw, 0, indices, out=buffer[: indices.numel()])
-        plain = dequantize(taken.view(pages.dtype), scale, self._dtype).flatten(0, 1)[piece.tokens]
-        return plain.transpose(0, 1).contiguous()
+        plain = dequantize(taken.view(pages.dtype), scale, self._dtype).flatten(0, 1)[piece.tokens].transpose(0, 1)
+        missing = self._spec.head_dim - plain.shape[2]  # torch's operator has one size for keys and values
+        return F.pad(plain, (0, missing)) if missing else plain.contiguous()
 
 
 def _merge(

@@ -42,6 +42,7 @@ kv_head: the first. split: which of `finished`; part, num_parts: which of how ma
 
 _LEAST_PART = 256  # keys: of fewer the merging costs more than another thread gains
 _FIXED_PART = 1024  # in deterministic mode, where a sequence's parts must not follow from its batch-mates
+_MOST_FIXED_PARTS = 16
 _PARTS_A_THREAD = 4  # so that no thread waits long for the last one
 
 
@@ -77,9 +78,12 @@ def divide(
         start = np.maximum(seen_from - spec.sliding_window, 0)
     slices = spec.num_kv_heads // num_heads
     length = stop - start
-    part = _FIXED_PART
-    if not spec.deterministic:
-        part = max(int(length.sum()) * slices // (num_threads * _PARTS_A_THREAD), _LEAST_PART)
+    if spec.deterministic:
+        # A prompt has pieces enough, and a long sequence parts: neither may fill memory with their results.
+        part = np.maximum(_FIXED_PART * np.repeat(tiles, tiles), -(-length // _MOST_FIXED_PARTS))
+    else:
+        least = int(length.sum()) * slices // (num_threads * _PARTS_A_THREAD)
+        part = np.full_like(length, max(least, _LEAST_PART))
     num_parts = np.maximum(-(-length // part), 1)
 
     first = np.stack([host.qo_indptr[of] + token, num_rows, position, host.kv_lens[of], host.kv_indptr[of]], axis=1)

@@ -25,20 +25,19 @@ else:
 def _parallel() -> Any:
     """`GOMP_parallel(void (*fn)(void *), void *data, unsigned num_threads, unsigned flags)` of libgomp's ABI.
 
-    GNU's OpenMP has it, and so have Intel's and LLVM's on Linux. It is looked for among the libraries that are loaded.
+    GNU's OpenMP has it, and so have Intel's and LLVM's on Linux.
     """
-    torch.get_num_threads()  # which loads it
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
-    paths = {line.split(None, 5)[5] for line in lines if len(line.split(None, 5)) == 6}
-    for path in sorted(paths):
-        if any(name in Path(path).name for name in ("libgomp", "libiomp5", "libomp")):
-            library = ctypes.CDLL(path)
-            if hasattr(library, "GOMP_parallel"):
-                function = library.GOMP_parallel
-                function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-                function.restype = None
-                return function
+    own = Path(torch._C.__file__).parent / "lib" / "libtorch_cpu.so"
+    # What torch itself is bound to: of the libraries that were preloaded, then of its own. Others of the process, as
+    # scikit-learn's, have threads of theirs.
+    for name in (None, str(own)):
+        try:
+            function = ctypes.CDLL(name).GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
     raise ContractError(
         "intel_cpu runs on the threads of the OpenMP that torch is built with on Linux, and this torch has none: "
         "set backend='torch_native'."

@@ -218,7 +218,6 @@ def _worker(
     FIELDS, NUM_ARGUMENTS = len(ITEM), len(ARGUMENTS)
     LINE_BYTES = LINE * 4
 
-    @cfunc(types.void(types.uintp), nopython=True, cache=cached, error_model="numpy", boundscheck=False)
     def worker(arguments: Any) -> None:
         a = carray(int64s_at(arguments), NUM_ARGUMENTS + 0 * EDITION)
         memory = np.uintp(a[SCRATCH] + next_number(np.uintp(a[COUNTERS] + 8)) * a[SCRATCH_BYTES])
@@ -348,4 +347,8 @@ def _worker(
                     if sums[row] != np.float32(0.0):
                         lses[place] = maxima[row] + np.float32(math.log(sums[row]))
 
-    return worker
+    # Files of its own on disk: numba reads and writes an index without a lock, and in one of all shapes two processes
+    # that compile at once leave one shape's key with the other's code.
+    compiled_in = (HEADS, GROUP_SIZE, ROWS, DIM, VO_DIM, DTYPE, KV_DTYPE, CAPPED, LANES)
+    worker.__qualname__ = "worker_" + "_".join(map(str, compiled_in))
+    return cfunc(types.void(types.uintp), nopython=True, cache=cached, error_model="numpy", boundscheck=False)(worker)

@@ -194,12 +194,19 @@ class _Code:
         return self.b.select(below, self.const(0.0), self.b.fmul(p, power))
 
     def tanh(self, x: Any) -> Any:
-        """1 - 2 / (1 + exp(2 |x|)) with the sign of x, by exp(-2 |x|); to 1e-7."""
+        """To 3e-7 of itself. Cephes' tanhf: up to 0.625 x times a polynomial of x^2; behind that by e = exp(-2 |x|) as
+        (1 - e) / (1 + e) with the sign of x, which near 0 would leave an absolute error, which a soft cap multiplies.
+        """
         magnitude = self.call(f"fabs.v{self.lanes}f32", x)
         e = self.exp(self.b.fmul(magnitude, self.const(-2.0)))
         one = self.const(1.0)
-        result = self.b.fdiv(self.b.fsub(one, e), self.b.fadd(one, e))
-        return self.call(f"copysign.v{self.lanes}f32", result, x)
+        large = self.b.fdiv(self.b.fsub(one, e), self.b.fadd(one, e))
+        large = self.call(f"copysign.v{self.lanes}f32", large, x)
+        square, p = self.b.fmul(x, x), self.const(-5.70498872745e-3)
+        for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+            p = self.fma(p, square, self.const(coefficient))
+        small = self.fma(self.b.fmul(p, square), x, x)
+        return self.b.select(self.b.fcmp_ordered("<", magnitude, self.const(0.625)), small, large)
 
     def rounded(self, x: Any, dtype: int) -> Any:
         """In the bits of bfloat16 or float16, to nearest and ties to even; NaN stays one."""
