@@ -17,7 +17,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_of_the_readme_runs_as_printed(capsys):
+@pytest.fixture
+def nothing_to_compile(monkeypatch):
+    """What is chosen by itself depends on the machine, and may have kernels that are compiled in seconds."""
+    monkeypatch.setenv("ANYATTN_ATTENTION_BACKEND", "torch_native")
+
+
+def test_the_python_of_the_readme_runs_as_printed(capsys, nothing_to_compile):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) >= 3
     scope = {}
@@ -25,10 +31,10 @@ def test_the_python_of_the_readme_runs_as_printed(capsys):
         exec(compile(block, "README.md", "exec"), scope)
         if "bind_mla" in block:
             assert scope["out"].shape == (7, 16, 128)
-    assert "torch_native: priority" in capsys.readouterr().out
+    assert "decode    torch_native: " in capsys.readouterr().out
 
 
-def test_the_python_of_the_memory_page_runs_as_printed(capsys):
+def test_the_python_of_the_memory_page_runs_as_printed(capsys, nothing_to_compile):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/memory.md").read_text(), flags=re.DOTALL)
     scope = {}
     for block in blocks:

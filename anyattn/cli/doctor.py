@@ -16,6 +16,7 @@ from anyattn.discovery import SIMULATED, plugin_manager
 from anyattn.dry_run import Survey, survey_layers
 from anyattn.errors import NoDeviceError
 from anyattn.platforms.base import Platform
+from anyattn.platforms.threads import Threads, torch_threads
 from anyattn.plugins.isolation import stdout_on_stderr
 from anyattn.plugins.requirements import package_names
 from anyattn.settings import Settings, misspelled_variables
@@ -64,6 +65,7 @@ def _document(found: Survey) -> dict[str, Any]:
         "choice": None if selection is None else selection.choice_json(),
         "remedies": _remedies(found),
         "devices": [device.to_json() for device in found.detection.devices],
+        "threads": None if (threads := _threads(found)) is None else threads.to_json(),
         "problems": _problems(found),
         "plugin_problems": list(found.plugin_problems),
         "versions": _versions(found),
@@ -72,8 +74,9 @@ def _document(found: Survey) -> dict[str, Any]:
 
 
 def _report(found: Survey) -> None:
+    threads = _threads(found)
     for device in found.detection.devices:
-        section(device.torch_device, _facts(device))
+        section(device.torch_device, _facts(device, threads if device.kind == "cpu" else None))
     section("versions", ((name, version or "not installed") for name, version in _versions(found).items()))
     section("settings", _settings().items() or [("none", "no ANYATTN_ variable is set")])
     for title, problems in (("problems", _problems(found)), ("plugin problems", found.plugin_problems)):
@@ -91,7 +94,12 @@ def _problems(found: Survey) -> list[str]:
     return [*found.detection.problems, *misspelled_variables(os.environ)]
 
 
-def _facts(device: Platform) -> list[tuple[str, str]]:
+def _threads(found: Survey) -> Threads | None:
+    """Those that torch will have on the CPU; None where no probe found one."""
+    return next((torch_threads(device) for device in found.detection.devices if device.kind == "cpu"), None)
+
+
+def _facts(device: Platform, threads: Threads | None) -> list[tuple[str, str]]:
     """The device's known facts, in words."""
     memory = None if device.memory_total_bytes is None else gibibytes(device.memory_total_bytes)
     if memory and device.memory_free_bytes is not None:
@@ -103,6 +111,11 @@ def _facts(device: Platform) -> list[tuple[str, str]]:
         "memory": memory,
         "multiprocessors" if device.num_threads is None else "cores": device.num_cores,
         "threads": device.num_threads,
+        "cpus": device.cpus,
+        "NUMA nodes": device.numa_nodes,
+        "memory of nodes": device.memory_nodes,
+        "torch threads": None if threads is None else f"{threads.count or 'unknown'} ({threads.counted_by})",
+        "pinned by": None if threads is None else "; ".join(threads.pinned_by) or "nothing",
         "driver": device.driver_version,
         "runtime": device.runtime_version,
         "uuid": device.uuid,
@@ -128,7 +141,8 @@ def _settings() -> dict[str, str]:
 
 
 def _remedies(found: Survey) -> list[str]:
-    """What would make the unusable devices usable, and what would add backends on the one that is used."""
+    """What would make the unusable devices usable, what would add backends on the one that is used, and what would
+    make its threads faster where it is the CPU."""
     kinds = None  # of devices to speak of: who has an accelerator in use need not give it up for another
     if found.device is not None and found.device.kind != "cpu":
         kinds = {found.device.kind}
@@ -145,4 +159,6 @@ def _remedies(found: Survey) -> list[str]:
         if all(reason.field in ("package", "program") for reason in verdict.reasons)
         for reason in verdict.reasons
     ]
-    return list(dict.fromkeys([*unusable, *lacking]))  # a backend stands there once for each role
+    threads = _threads(found) if kinds is None else None
+    slow = [f"cpu: {hint}" for hint in threads.hints] if threads is not None else []
+    return list(dict.fromkeys([*unusable, *lacking, *slow]))  # a backend stands there once for each role

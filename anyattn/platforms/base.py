@@ -39,6 +39,12 @@ class Platform:
     """Physical cores of a CPU, multiprocessors or the vendor's equivalent of an accelerator."""
     num_threads: int | None = None
     """Logical CPUs that this process may run on; None for accelerators."""
+    cpus: str | None = None
+    """Which these are, as Linux writes lists ("0-3,8"), where a CPU quota may pay for fewer. None for accelerators."""
+    numa_nodes: str | None = None
+    """The NUMA nodes that these CPUs are on, as such a list."""
+    memory_nodes: str | None = None
+    """The NUMA nodes that this process may take memory from, as such a list."""
     driver_version: str | None = None
     runtime_version: str | None = None
     """Version of the vendor runtime that the installed torch was built for, where there is one."""
@@ -104,6 +110,7 @@ class Platform:
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("kind", "vendor", "name", "arch", "torch_device", "torch_remedy", "collective", "status"), (str,)),
     **dict.fromkeys(("uuid", "driver_version", "runtime_version"), (str, type(None))),
+    **dict.fromkeys(("cpus", "numa_nodes", "memory_nodes"), (str, type(None))),
     **dict.fromkeys(("memory_total_bytes", "memory_free_bytes", "num_cores", "num_threads"), (int, type(None))),
     **dict.fromkeys(("triton", "simulated"), (bool,)),
     "index": (int,),

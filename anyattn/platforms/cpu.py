@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,6 +91,9 @@ def probe() -> ProbeResult:
     model = attempt("instruction sets", _model, _Model(vendor="unknown", name=platform.processor() or arch))
     unknown: tuple[int | None, int | None] = (None, None)
     total_bytes, available_bytes = attempt("memory", _memory_bytes, unknown)
+    cpus = attempt("usable CPUs", _cpus, None)
+    numa_nodes = attempt("NUMA nodes", lambda: _numa_nodes(cpus), None)
+    memory_nodes = attempt("memory's NUMA nodes", _memory_nodes, None)
     device = Platform(
         kind="cpu",
         vendor=model.vendor,
@@ -99,7 +104,10 @@ def probe() -> ProbeResult:
         memory_total_bytes=total_bytes,
         memory_free_bytes=available_bytes,
         num_cores=attempt("number of physical cores", lambda: _psutil().cpu_count(logical=False), None),
-        num_threads=attempt("number of usable CPUs", _num_threads, None),
+        num_threads=attempt("number of usable CPUs", lambda: _num_threads(cpus), None),
+        cpus=None if cpus is None else host.number_list(cpus),
+        numa_nodes=None if numa_nodes is None else host.number_list(numa_nodes),
+        memory_nodes=None if memory_nodes is None else host.number_list(memory_nodes),
         collective="gloo",
         graph=GraphLevel.NEVER,
         triton=False,
@@ -157,10 +165,60 @@ def _model_from_sysctl() -> _Model:
     return _Model(vendor=vendor, name=name, features=features)
 
 
-def _num_threads() -> int | None:
-    """Logical CPUs that the scheduler may give this process, no more than its CPU quota pays for."""
+def _cpus() -> frozenset[int] | None:
+    """The CPUs that the scheduler may give this process; None where the system does not say.
+
+    They are those of the thread that asks: once OMP_PROC_BIND or the like has put a thread in its place (GNU's OpenMP
+    does that to the one that loads it, with torch), that is all of its CPUs.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
-    num_threads = len(affinity(0)) if affinity is not None else os.cpu_count()
+    return None if affinity is None else frozenset(affinity(0))
+
+
+def _nodes() -> dict[int, frozenset[int]]:
+    """The NUMA nodes and the CPUs of each; empty where the system has no such thing."""
+    nodes = {}
+    with contextlib.suppress(OSError):
+        for folder in (host.ROOT / "sys/devices/system/node").iterdir():
+            if re.fullmatch(r"node[0-9]+", folder.name):
+                nodes[int(folder.name[4:])] = host.numbers(host.read(folder / "cpulist") or "")
+    return nodes
+
+
+def _numa_nodes(cpus: frozenset[int] | None) -> frozenset[int] | None:
+    """The nodes that these CPUs are on."""
+    nodes = _nodes()
+    return frozenset(node for node in nodes if nodes[node] & cpus) if nodes and cpus else None
+
+
+def _memory_nodes() -> frozenset[int] | None:
+    """The nodes that the cpuset and the policy (man 2 set_mempolicy, which numactl calls) let memory come from."""
+    nodes = frozenset(_nodes())
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", host.read("proc/self/status") or "", re.MULTILINE)
+    if not nodes or allowed is None:
+        return None
+    nodes &= host.numbers(host.read("sys/devices/system/node/has_memory") or host.number_list(nodes))
+    nodes &= host.numbers(allowed.group(1))
+    policy = _POLICY.match(_memory_policy())
+    return nodes & host.numbers(policy.group(1)) if policy else nodes
+
+
+_POLICY = re.compile(r"[0-9a-f]+ (?:bind|interleave|weighted interleave)(?:=[a-z|]+)?:([0-9,-]+)")
+"""What a line of numa_maps begins with: an address and a policy, of which these have no memory from other nodes."""
+
+
+def _memory_policy() -> str:
+    """The first line of numa_maps (man 7 numa), where the program lies, which has no policy of its own."""
+    try:  # no more than it takes: for each line the kernel looks at all pages
+        with (host.ROOT / "proc/self/numa_maps").open("rb", buffering=0) as file:
+            return file.read(160).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _num_threads(cpus: frozenset[int] | None) -> int | None:
+    """Logical CPUs that the scheduler may give this process, no more than its CPU quota pays for."""
+    num_threads = os.cpu_count() if cpus is None else len(cpus)
     if num_threads is None:
         return None
     for folder in _cgroup_folders("cpu"):

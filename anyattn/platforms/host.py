@@ -6,7 +6,9 @@ import ast
 import contextlib
 import importlib.util
 import os
+import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,31 @@ def exists(path: str) -> bool:
         return (ROOT / path).exists()
     except OSError:
         return False
+
+
+def numbers(text: str) -> frozenset[int]:
+    """What a list as Linux writes them holds: "0-3,8" is 0, 1, 2, 3 and 8. Raises ValueError for what is none."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        run = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if run is None or int(run[2] or 0) > _MOST:
+            raise ValueError(f"no list of CPUs or nodes: {text[:80]}")
+        found.update(range(int(run[1]), int(run[2] or run[1]) + 1))
+    return frozenset(found)
+
+
+def number_list(members: Iterable[int]) -> str:
+    """The other way round: {0, 1, 2, 3, 8} is "0-3,8"."""
+    runs: list[list[int]] = []
+    for number in sorted(members):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+_MOST = 1 << 16  # CPUs or nodes: more than Linux can be built for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,7 @@ ASCEND910B = _device(
     collective="hccl",
     graph=GraphLevel.ALWAYS,
     triton=True,
+    missing_dtypes=NPU_MISSING_DTYPES["ascend910b"],
     status="contract-tested",
 )
 
@@ -102,8 +103,9 @@ ASCEND910_93 = _device(
     memory_total_bytes=64 * _GIB,  # as it is sold, half of the card's
     num_cores=24,  # AI cores of the die; CANN, "ATC", --aicore_num
     collective="hccl",
-    graph=GraphLevel.ALWAYS,
+    graph=GraphLevel.NEVER,  # see the probe
     triton=True,
+    missing_dtypes=NPU_MISSING_DTYPES["ascend910_93"],
     status="contract-tested",
 )
 
@@ -138,6 +140,56 @@ XEON_AMX = _device(
     num_threads=112,
     collective="gloo",
     status="run on hardware",
+)
+
+# Genoa (Zen 4): all of AVX-512 that kernels ask for but fp16, and no AMX. What Linux shows was read on such a CPU.
+EPYC = _device(
+    "epyc",
+    kind="cpu",
+    vendor="amd",
+    name="AMD EPYC 9654 96-Core Processor",
+    arch="x86_64",
+    features=frozenset(
+        {"avx", "avx2", "fma", "f16c"}
+        | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
+    ),
+    memory_total_bytes=None,
+    num_cores=96,  # one socket; "AMD EPYC 9004 Series Processors" data sheet
+    num_threads=192,
+    collective="gloo",
+    status="run on hardware",
+)
+
+# Broadwell: the last of Xeon's generations without AVX-512.
+XEON_AVX2 = _device(
+    "xeon-avx2",
+    kind="cpu",
+    vendor="intel",
+    name="Intel(R) Xeon(R) CPU E5-2699 v4 @ 2.20GHz",
+    arch="x86_64",
+    features=frozenset({"avx", "avx2", "fma", "f16c"}),
+    memory_total_bytes=None,
+    num_cores=22,  # one socket; Intel ARK, "Intel Xeon Processor E5-2699 v4"
+    num_threads=44,
+    collective="gloo",
+    status="run on hardware",
+)
+
+# By its core, as the probe names it: the instruction sets that Linux shows for a Neoverse V2 (CPU part 0xd4f).
+GRAVITON4 = _device(
+    "graviton4",
+    kind="cpu",
+    vendor="arm",
+    name="Arm Neoverse V2",
+    arch="aarch64",
+    features=frozenset(
+        {"asimd", "asimdhp", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2", "svebf16", "svei8mm"}
+    ),
+    memory_total_bytes=None,
+    num_cores=96,  # one socket, of one thread each; AWS, "AWS Graviton Technical Guide"
+    num_threads=96,
+    collective="gloo",
+    status="contract-tested",
 )
 
 # One of the two stacks of the card, which torch takes for a device of its own: half of its memory and cores.

@@ -8,7 +8,7 @@ import pytest
 from anyattn import AttentionSpec, Capabilities, ContractError, GraphLevel, Platform
 from anyattn.attention.capabilities import _JUDGED_FIELDS
 from anyattn.attention.reference import ReferenceBackend
-from anyattn.types import ANY_INT, IntSet, ints
+from anyattn.types import ANY_INT, ROLES, IntSet, ints
 
 CPU = Platform(kind="cpu", vendor="intel", name="Test", arch="x86_64", torch_device="cpu")
 H100 = Platform(kind="cuda", vendor="nvidia", name="Test", arch="sm90", torch_device="cuda:0")
@@ -300,3 +300,25 @@ def test_features_that_do_not_go_together_are_refused_where_a_spec_has_both():
     for wrong in (("mla", "mla"), ("mla", "nonesuch"), ("mla",), "mla"):
         with pytest.raises(ContractError, match="not_together"):
             dataclasses.replace(declared, not_together=(wrong,))
+
+
+def test_a_pair_with_graphs_is_about_the_role_that_has_them():
+    device = dataclasses.replace(CPU, graph=GraphLevel.ALWAYS)
+    declared = dataclasses.replace(
+        BARE, graph=GraphLevel.ALWAYS, sinks=True, lse=True, not_together=(("graph", "sinks"), ("return_lse", "graph"))
+    )
+    for level, roles in ((GraphLevel.NEVER, ()), (GraphLevel.DECODE, ("decode",)), (GraphLevel.UNIFORM, ROLES)):
+        spec = SPEC.replace(graph=level)
+        for role in ROLES:
+            assert reasons(spec, device, role, declared) == {}
+            found = reasons(spec.replace(sinks=True), device, role, declared)
+            assert set(found) == ({"sinks"} if role in roles else set())
+            found = reasons(spec.replace(return_lse=True), device, role, declared)
+            assert set(found) == ({"graph"} if role in roles else set())
+
+
+def test_more_query_heads_than_are_declared_are_refused():
+    declared = dataclasses.replace(BARE, num_qo_heads=IntSet(maximum=16))
+    assert reasons(SPEC.replace(num_qo_heads=16), capabilities=declared) == {}
+    reason = reasons(SPEC.replace(num_qo_heads=18), capabilities=declared)["num_qo_heads"]
+    assert (reason.wanted, reason.supported) == ("18 query heads", "1 to 16")

@@ -157,8 +157,9 @@ def test_plan_picks_by_the_batch_and_the_results_stay_those_of_one_cache(monkeyp
         dataclasses.replace(ReferenceBackend.capabilities, priority=few_sequences),
     )
     spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
-    both = anyattn.create_runtime(spec, num_layers=1, num_pages=64, device="cpu", page_size=4)
-    one = anyattn.create_runtime(spec, num_layers=1, num_pages=64, device="cpu", page_size=4, backend="torch_native")
+    options = {"num_layers": 1, "num_pages": 64, "device": "cpu", "page_size": 4, "backend": "torch_native"}
+    both = anyattn.create_runtime(spec, **options, decode_backend=["torch_native", "reference"])
+    one = anyattn.create_runtime(spec, **options)
     assert both.selection.backends("decode") == ("torch_native", "reference")
     seqs, other = both.new_sequences(6), one.new_sequences(6)
     picked = []

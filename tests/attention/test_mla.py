@@ -145,7 +145,7 @@ def test_the_prefill_backend_that_was_named_attends_to_what_is_expanded_too():
 
 
 def test_up_projections_that_come_after_the_plan_want_another():
-    rt = anyattn.create_runtime(SPEC, num_layers=2, num_pages=8, device="cpu")
+    rt = anyattn.create_runtime(SPEC, num_layers=2, num_pages=8, device="cpu", backend="torch_native")
     w_uk, w_uv = torch.randn(HEADS, NOPE, RANK), torch.randn(HEADS, RANK, V)
     batch = rt.extend(rt.new_sequences(1), [1])
     plan = rt.plan(batch)
@@ -198,7 +198,7 @@ def test_a_backend_that_wants_contiguous_q_gets_it_for_expanded_prompts_too(monk
 
 
 def test_a_v_that_is_no_rope_part_is_refused_before_anything_is_stored():
-    rt = anyattn.create_runtime(SPEC, num_layers=1, num_pages=8, device="cpu")
+    rt = anyattn.create_runtime(SPEC, num_layers=1, num_pages=8, device="cpu", backend="torch_native")
     plan = rt.plan(rt.extend(rt.new_sequences(1), [5]))
     before = rt.pools[0].layers[0].k.clone()
     with pytest.raises(ContractError, match="v must be None for MLA"):

@@ -54,6 +54,7 @@ declarations = st.builds(
     head_dim_pairs=subset({(192, 128), (128, 64)}),
     mla_dims=subset({(512, 64)}),
     group_sizes=int_sets,
+    num_qo_heads=int_sets,
     page_sizes=int_sets,
     preferred_page_size=st.sampled_from([0, 16, 64]),
     per_head_scales=st.booleans(),

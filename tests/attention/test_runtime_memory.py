@@ -6,6 +6,8 @@ import torch
 import anyattn
 from anyattn import AttentionSpec, ContractError, OutOfPagesError, SpecError
 
+pytestmark = pytest.mark.usefixtures("portable")
+
 FULL = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
 LOCAL = FULL.replace(sliding_window=7)
 WIDE = FULL.replace(sliding_window=19)

@@ -60,7 +60,7 @@ def test_mla_is_one_kv_head_of_rank_plus_rope_whose_values_are_the_latents():
         ({"graph": "sometimes"}, "graph must be one of never"),
         ({"qk_rope_head_dim": 64}, "belong to MLA"),
         ({"kv_lora_rank": 512}, "MLA has one KV head"),
-        ({"kv_scale_per_head": True}, "kv_scale_per_head needs a kv_dtype of float8_e4m3fn or float8_e5m2"),
+        ({"kv_scale_per_head": True}, "kv_scale_per_head needs a kv_dtype of float8_e4m3fn or float8_e4m3fnuz"),
         ({"kv_scale_per_head": True, "kv_dtype": "float16"}, "kv_scale_per_head needs a kv_dtype"),
         ({"kv_scale_per_head": 1, "kv_dtype": "float8_e5m2"}, "kv_scale_per_head must be True or False"),
         ({"topk": 64, "kv_dtype": "float8_e4m3fn"}, "topk needs MLA"),

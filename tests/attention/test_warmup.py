@@ -16,6 +16,8 @@ from anyattn.attention.runtime import AttentionRuntime
 from anyattn.attention.torch_native import TorchNativeBackend
 from anyattn.attention.warmup import warmup_pages, warmup_steps
 
+pytestmark = pytest.mark.usefixtures("portable")
+
 FULL = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
 LOCAL = FULL.replace(sliding_window=7)
 MLA = AttentionSpec.mla(
@@ -244,7 +246,7 @@ def test_sparse_mla_gets_positions_of_its_own():
     spec = AttentionSpec.mla(
         num_qo_heads=2, kv_lora_rank=512, qk_rope_head_dim=64, sm_scale=0.07, kv_dtype="float8_e4m3fn", topk=8
     )
-    rt = runtime(spec, page_size=16)
+    rt = runtime(spec, page_size=16, backend="reference")
     assert warmed(rt) == [(0, "reference", PLAIN)]
     assert rt.table.allocator.num_free_pages == 200
 

@@ -32,6 +32,9 @@ def cpu_only(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("ANYATTN_PLATFORM", "cpu")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("MKL_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

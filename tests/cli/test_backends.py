@@ -34,7 +34,7 @@ def spec_of(parsed: dict) -> dict:
 
 
 def test_the_table_shows_every_backend_in_both_roles_and_the_choice(anyattn):
-    ended = anyattn("backends")
+    ended = anyattn("backends", "--backend", "torch_native")  # which it would be by itself depends on the CPU
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines()]
     assert ["backend", "from", "status", "installed", "prefill", "decode"] in rows
@@ -44,7 +44,7 @@ def test_the_table_shows_every_backend_in_both_roles_and_the_choice(anyattn):
 
 
 def test_the_json_holds_the_device_the_spec_the_choice_and_all_verdicts(anyattn):
-    parsed = document(anyattn("backends", "--json"))
+    parsed = document(anyattn("backends", "--json", "--backend", "torch_native"))
     assert parsed["device"]["kind"] == "cpu"
     assert spec_of(parsed)["head_dim"] == 128
     assert parsed["choice"] == {
@@ -126,6 +126,7 @@ def test_joined_layers_are_part_of_the_choice_and_refused_where_pages_must_lie_o
 def test_the_environment_takes_part_in_the_choice_and_arguments_beat_it(anyattn, monkeypatch):
     monkeypatch.setenv("ANYATTN_PREFILL_BACKEND", "reference")
     monkeypatch.setenv("ANYATTN_PAGE_SIZE", "64")
+    monkeypatch.setenv("ANYATTN_DECODE_BACKEND", "torch_native")
     choice = document(anyattn("backends", "--json"))["choice"]
     assert (choice["prefill"], choice["decode"], choice["page_size"]) == ("reference", "torch_native", 64)
     choice = document(anyattn("backends", "--json", "--backend", "torch_native", "--page-size", "8"))["choice"]
@@ -205,9 +206,10 @@ def test_every_preset_on_every_simulated_device_is_answered_without_torch_in_les
         slowest = 0
         for preset in PRESETS:
             for device in PluginManager(entry_points=[]).simulated_devices():
+                dtype = ["--dtype", "float16"] if device == "ascend310p" else []  # which has no bfloat16
                 page, start = io.StringIO(), time.process_time()
                 with contextlib.redirect_stdout(page):
-                    assert main(["backends", "--model", preset, "--device", f"sim:{device}", "--json"]) == 0
+                    assert main(["backends", "--model", preset, "--device", f"sim:{device}", "--json", *dtype]) == 0
                 slowest = max(slowest, time.process_time() - start)
                 assert json.loads(page.getvalue())["choice"]["page_size"]
         assert slowest < 1, slowest

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 
 import pytest
 
 from anyattn.attention.reference import ReferenceBackend
 from anyattn.errors import NoDeviceError
+from anyattn.platforms import host
 from anyattn.platforms.base import Platform
 from anyattn.types import GraphLevel
 
@@ -21,6 +23,7 @@ KEYS = {
     "choice",
     "remedies",
     "devices",
+    "threads",
     "problems",
     "plugin_problems",
     "versions",
@@ -67,6 +70,63 @@ def test_doctors_json_holds_every_part_of_the_answer(anyattn):
     assert {"anyattn", "torch", "triton", "transformers", "flashinfer-python"} <= document["versions"].keys()
 
 
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch):
+    """A machine of two CPUs, each on a NUMA node of its own, both of which this process may use."""
+    for name, text in {
+        "sys/devices/system/node/node0/cpulist": "0",
+        "sys/devices/system/node/node1/cpulist": "1",
+        "sys/devices/system/cpu/online": "0-1",
+        "proc/self/status": "Mems_allowed_list:\t0-1",
+        **{f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu}" for cpu in range(2)},
+    }.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    monkeypatch.setattr(host, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+def test_doctor_shows_the_cpus_the_nodes_and_the_threads_and_what_pins_them(anyattn, monkeypatch, two_nodes):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    ended = anyattn("doctor")
+    lines = [line.split(None, 2) for line in ended.out.splitlines()]
+    assert ["cpus", "0-1"] in lines
+    assert ["NUMA", "nodes", "0-1"] in lines
+    assert ["torch", "threads", "2 (one for each core)"] in lines
+    assert ["pinned", "by", "OMP_PROC_BIND=close"] in lines
+    assert "- cpu: threads run on NUMA nodes 0-1" in " ".join(ended.out.split())
+    document = json.loads(anyattn("doctor", "--json").out)
+    (device,) = (each for each in document["devices"] if each["kind"] == "cpu")
+    assert (device["cpus"], device["numa_nodes"], device["memory_nodes"]) == ("0-1", "0-1", "0-1")
+    threads = document["threads"]
+    assert (threads["count"], threads["counted_by"]) == (2, "one for each core")
+    assert threads["pinned_by"] == ["OMP_PROC_BIND=close"]
+    assert [f"cpu: {hint}" for hint in threads["hints"]] == document["remedies"][-1:]
+
+
+def test_doctor_says_that_nothing_pins_the_threads_and_what_counts_them(anyattn, monkeypatch, two_nodes):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ended = anyattn("doctor")
+    assert "1 (OMP_NUM_THREADS)" in ended.out
+    assert any(line.split() == ["pinned", "by", "nothing"] for line in ended.out.splitlines())
+    assert "NUMA nodes 0-1" not in ended.out  # one thread, of one node
+
+
+def test_doctor_says_nothing_of_the_cpus_threads_to_who_has_an_accelerator_in_use(
+    anyattn, monkeypatch, stranger, two_nodes
+):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("ANYATTN_PLATFORM", "gpu")
+    stranger(GPU)
+    document = json.loads(anyattn("doctor", "--json").out)
+    assert document["device"]["kind"] == "gpu"
+    assert document["threads"]["hints"]
+    assert not any("NUMA" in remedy for remedy in document["remedies"])
+
+
 def test_doctor_shows_the_facts_of_an_accelerator(anyattn, monkeypatch, stranger):
     monkeypatch.delenv("ANYATTN_PLATFORM")
     stranger(GPU)
@@ -74,7 +134,8 @@ def test_doctor_shows_the_facts_of_an_accelerator(anyattn, monkeypatch, stranger
     for fact in ("NVIDIA H200", "sm90", "141.0 GiB, 140.0 GiB free", "132", "580.1", "13.0", "GPU-0", "nccl"):
         assert fact in out
     assert "multiprocessors" in out
-    assert "threads" not in out[: out.index("\n\n")]
+    facts = out[: out.index("\n\n")]
+    assert not any(word in facts for word in ("threads", "cpus", "NUMA", "pinned"))
 
 
 def test_doctor_says_no_when_the_device_asked_for_is_not_here(anyattn, monkeypatch):

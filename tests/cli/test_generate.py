@@ -69,7 +69,7 @@ def test_a_real_model_answers_on_the_selected_backend():
     assert ended.returncode == 0, ended.stderr
     report, first, second = ended.stdout.split("\n> ")
     assert report.startswith("machine   cpu (")
-    assert "decode    torch_native: priority" in report
+    assert re.search(r"^decode    \w+: priority \d+, from anyattn", report, re.MULTILINE)  # which depends on the CPU
     assert first.startswith(england)
     assert "London" in first
     assert second.startswith(japan)
@@ -82,7 +82,7 @@ def test_a_real_model_answers_on_the_selected_backend():
 
 def test_json_is_all_there_is_on_stdout(tiny):
     prompts = ["w1 w2 w3", "w4"]
-    options = ["--json", "--raw", "--model", tiny, "--max-new-tokens", "8"]
+    options = ["--json", "--raw", "--model", tiny, "--max-new-tokens", "8", "--backend", "torch_native"]
     ended = shell(*options, *(f"--prompt={text}" for text in prompts))
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)
@@ -123,7 +123,7 @@ def test_tokens_are_those_of_transformers_generate(anyattn, tiny, words):
     expected = model.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :].tolist()
     ended = anyattn(
         *("generate", "--json", "--raw", "--model", tiny, "--prompt", words),
-        *("--dtype", "float32", "--max-new-tokens", "20"),
+        *("--dtype", "float32", "--max-new-tokens", "20", "--backend", "torch_native"),
     )
     assert json.loads(ended.out)["results"][0]["token_ids"] == expected
 

@@ -39,7 +39,7 @@ def test_without_plugins_the_built_in_one_is_shown_with_its_offers_by_kind(anyat
     ended = anyattn("plugins")
     assert (ended.code, ended.err) == (0, "")
     assert rows(ended)[0] == "plugin distribution contract state"
-    for line in ("KV allocators paged", "KV pools dsa, mha, mla"):
+    for line in ("KV allocators paged", "KV pools ascend_mha, ascend_mla, ascend_nz, dsa, mha, mla"):
         assert line in rows(ended)
     assert any(row.startswith("attention backends ") and "torch_native" in row for row in rows(ended))
     assert "problems" not in ended.out

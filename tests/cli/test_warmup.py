@@ -25,7 +25,13 @@ def document(ended) -> dict:
     return parsed
 
 
-def test_it_tells_which_backends_ran_what_and_how_long_it_took(anyattn):
+@pytest.fixture
+def torch_native(monkeypatch):
+    """Chosen wherever a test asks for no other: what is chosen by itself depends on the CPU, and may compile."""
+    monkeypatch.setenv("ANYATTN_ATTENTION_BACKEND", "torch_native")
+
+
+def test_it_tells_which_backends_ran_what_and_how_long_it_took(anyattn, torch_native):
     ended = anyattn("warmup")
     assert (ended.code, ended.err) == (0, "")
     device, _, spec, steps, _, took = ended.out.splitlines()
@@ -36,7 +42,7 @@ def test_it_tells_which_backends_ran_what_and_how_long_it_took(anyattn):
     assert took.endswith(" s")
 
 
-def test_the_json_holds_the_device_the_choice_and_what_ran(anyattn):
+def test_the_json_holds_the_device_the_choice_and_what_ran(anyattn, torch_native):
     parsed = document(anyattn("warmup", "--json"))
     assert parsed["device"]["kind"] == "cpu"
     assert parsed["model"] == {"name": None, "tp": 1, "num_layers": 1}
@@ -48,7 +54,7 @@ def test_the_json_holds_the_device_the_choice_and_what_ran(anyattn):
     assert parsed["triton_caches"] == []  # Triton compiles nothing for a CPU
 
 
-def test_layers_are_described_and_chosen_for_as_by_the_other_commands(anyattn, monkeypatch):
+def test_layers_are_described_and_chosen_for_as_by_the_other_commands(anyattn, monkeypatch, torch_native):
     monkeypatch.setenv("ANYATTN_PREFILL_BACKEND", "reference")
     options = ["--num-qo-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--sinks", "--return-lse"]
     options += ["--tree-mask", "--page-size", "3", "--layout", "hnd", "--dtype", "float32", "--logits-soft-cap", "5"]
@@ -64,7 +70,7 @@ def test_layers_are_described_and_chosen_for_as_by_the_other_commands(anyattn, m
     assert document(anyattn("warmup", "--json", "--joined-layers"))["choices"][0]["joined_layers"] is True
 
 
-def test_each_kind_of_a_model_s_layers_is_warmed(anyattn):
+def test_each_kind_of_a_model_s_layers_is_warmed(anyattn, torch_native):
     parsed = document(anyattn("warmup", "--json", "--model", "gpt-oss-20b", "--tp", "8"))
     assert parsed["model"] == {"name": "gpt-oss-20b", "tp": 8, "num_layers": 24}
     assert [kind["spec"]["sliding_window"] for kind in parsed["warmed"]] == [128, None]
@@ -74,7 +80,7 @@ def test_each_kind_of_a_model_s_layers_is_warmed(anyattn):
     assert "layers 0, 2, 4" in ended.out
 
 
-def test_mla_is_warmed_with_up_projections_and_without(anyattn):
+def test_mla_is_warmed_with_up_projections_and_without(anyattn, torch_native):
     parsed = document(anyattn("warmup", "--json", "--model", "deepseek-v3", "--tp", "32"))
     (kind,) = parsed["warmed"]
     assert sorted(kind["backends"]["torch_native"]) == sorted([*PLAIN, "expanded"])
@@ -83,7 +89,7 @@ def test_mla_is_warmed_with_up_projections_and_without(anyattn):
     )["warmed"][0]["backends"] == {"reference": PLAIN}
 
 
-def test_a_config_json_is_a_model_too(anyattn, tmp_path):
+def test_a_config_json_is_a_model_too(anyattn, tmp_path, torch_native):
     config = {
         "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -291,7 +291,9 @@ def test_pages_of_a_pool_without_layers_are_kept_as_records_of_no_bytes(new_tier
 def test_a_model_whose_layers_all_have_windows_gets_its_pages_back_from_tiers(windows, new_tier):
     local = anyattn.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
     specs = [local.replace(sliding_window=window) for window in windows]
-    rt = anyattn.create_runtime(specs, num_pages=30, num_window_pages=30, page_size=4, device="cpu")
+    rt = anyattn.create_runtime(
+        specs, num_pages=30, num_window_pages=30, page_size=4, device="cpu", backend="torch_native"
+    )
     assert not rt.pools[0].layers
     cache = anyattn.PrefixCache(rt.table, tiers=[new_tier(pool, 20) for pool in rt.pools], debug=True)
     prompt = list(range(23))

@@ -236,7 +236,9 @@ def test_a_model_whose_layers_all_have_windows_goes_on_elsewhere_as_here(windows
     local = anyattn.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
     specs = [local.replace(sliding_window=window) for window in windows]
     here, there = (
-        anyattn.create_runtime(specs, num_pages=pages, num_window_pages=20, page_size=4, device="cpu")
+        anyattn.create_runtime(
+            specs, num_pages=pages, num_window_pages=20, page_size=4, device="cpu", backend="torch_native"
+        )
         for pages in (20, 25)
     )
 

@@ -28,6 +28,27 @@ def test_every_built_in_kind_of_device_knows_how_its_torch_is_installed():
         assert device.torch_remedy == host.TORCH_REMEDIES[device.kind]
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("1,2,4-5", {1, 2, 4, 5}), ("", set()), ("0-1,3\n", {0, 1, 3})],
+)
+def test_lists_as_linux_writes_them_are_read_and_written(text, numbers):
+    assert host.numbers(text) == numbers
+    assert host.numbers(host.number_list(numbers)) == numbers
+
+
+def test_a_list_is_written_as_short_as_linux_writes_it():
+    assert host.number_list({8, 3, 2, 1, 0}) == "0-3,8"
+    assert host.number_list({1, 2, 4}) == "1-2,4"
+    assert host.number_list(set()) == ""
+
+
+@pytest.mark.parametrize("text", ["x", "0-", "3-x", "0-99999999999"])
+def test_what_is_no_such_list_is_refused(text):
+    with pytest.raises(ValueError, match="no list of CPUs or nodes"):
+        host.numbers(text)
+
+
 @pytest.mark.parametrize("kind", host.TORCH_REMEDIES)
 def test_a_torch_that_is_missing_or_damaged_is_a_problem_of_every_kind(site, kind):
     (problem,) = host.torch_problems(kind)

@@ -14,6 +14,7 @@ import pytest
 
 from anyattn.platforms import cpu, host
 from anyattn.platforms.base import Platform
+from anyattn.platforms.threads import torch_threads
 from anyattn.types import GraphLevel
 
 GIB = 1 << 30
@@ -238,6 +239,197 @@ def test_available_memory_is_never_more_than_a_limit_without_a_usage_file(machin
     machine.write("proc/self/cgroup", "0::/job")
     machine.write(f"{V2}/job/memory.max", 16 * GIB)
     assert machine.probe().memory_free_bytes == 16 * GIB
+
+
+def two_nodes(machine: Machine, allowed: str = "0-1", policy: str = "default") -> None:
+    """Two sockets of 8 CPUs and memory each, and a node that has memory alone."""
+    for node, cpus in enumerate(["0-7", "8-15", ""]):
+        machine.write(f"sys/devices/system/node/node{node}/cpulist", cpus)
+    machine.write("sys/devices/system/node/has_memory", "0-2")
+    machine.write("proc/self/status", f"Name:\tpython\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}")
+    machine.write("proc/self/numa_maps", f"563d28390000 {policy} file=/usr/bin/python3 mapped=1 N0=1")
+
+
+def run_on(machine: Machine, *cpus: int) -> None:
+    machine.monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus), raising=False)
+
+
+def test_the_cpus_of_the_process_are_told_and_the_nodes_that_they_are_on(machine: Machine) -> None:
+    two_nodes(machine, allowed="0-2")
+    device = machine.probe()
+    assert (device.num_threads, device.cpus) == (8, "0-7")
+    assert (device.numa_nodes, device.memory_nodes) == ("0", "0-2")
+    run_on(machine, 2, 3, 9)
+    device = machine.probe()
+    assert (device.num_threads, device.cpus, device.numa_nodes) == (3, "2-3,9", "0-1")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "policy", "nodes"),
+    [
+        ("0-1", "default", "0-1"),
+        ("1", "default", "1"),  # a cpuset
+        ("0-1", "bind:1", "1"),  # numactl --membind=1
+        ("0-1", "bind=static:1", "1"),
+        ("0-2", "interleave:0,2", "0,2"),
+        ("0-1", "weighted interleave:0-1", "0-1"),
+        ("0-1", "prefer:1", "0-1"),  # others where that one is full
+        ("0-1", "local", "0-1"),
+        ("0-63", "default", "0-2"),  # nodes that could be plugged in
+    ],
+)
+def test_memory_comes_from_where_the_cpuset_and_the_policy_allow(machine, allowed, policy, nodes) -> None:
+    two_nodes(machine, allowed, policy)
+    assert machine.probe().memory_nodes == nodes
+
+
+def test_a_quota_pays_for_fewer_cpus_than_the_process_may_run_on(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/job")
+    machine.write(f"{V2}/job/cpu.max", "200000 100000")
+    device = machine.probe()
+    assert (device.num_threads, device.cpus) == (2, "0-7")
+
+
+def test_where_the_system_does_not_tell_cpus_and_nodes_they_are_unknown(machine: Machine) -> None:
+    device = machine.probe()
+    assert (device.numa_nodes, device.memory_nodes) == (None, None)
+    machine.monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    machine.monkeypatch.delattr(os, "sched_getaffinity")
+    machine.monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    result = cpu.probe()
+    (device,) = result.devices
+    assert (device.num_threads, device.cpus, device.numa_nodes, device.memory_nodes) == (8, None, None, None)
+    assert not any("NUMA" in problem for problem in result.problems)
+
+
+def test_nodes_that_cannot_be_read_are_a_problem_and_not_a_crash(machine: Machine) -> None:
+    two_nodes(machine)
+    machine.write("sys/devices/system/node/node1/cpulist", "8-x")
+    result = cpu.probe()
+    assert (result.devices[0].cpus, result.devices[0].numa_nodes) == ("0-7", None)
+    assert "NUMA nodes could not be told" in result.problems[0]
+
+
+def cores_of_two(machine: Machine) -> None:
+    """8 cores: CPUs 0 and 8 are the threads of one, 1 and 9 those of the next."""
+    machine.monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+    machine.write("sys/devices/system/cpu/online", "0-15")
+    for number in range(16):
+        machine.write(
+            f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list", f"{number % 8},{number % 8 + 8}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "counted_by"),
+    [
+        ({}, 4, "one for each core"),
+        ({"OMP_NUM_THREADS": "3"}, 3, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "2,4"}, 2, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"}, 2, "MKL_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "none"}, 3, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "0"}, 4, "one for each core"),
+        ({"OMP_NUM_THREADS": "7"}, 7, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "9"}, 8, "one for each core, where OMP_NUM_THREADS is 9"),
+        ({"OMP_NUM_THREADS": "9", "MKL_DYNAMIC": "FALSE"}, 9, "OMP_NUM_THREADS"),
+    ],
+    ids=str,
+)
+def test_torch_takes_the_threads_that_are_set_or_one_for_each_core_of_the_cpus(machine, environ, count, counted_by):
+    cores_of_two(machine)
+    run_on(machine, 0, 1, 2, 3, 8, 9)
+    told = torch_threads(machine.probe(), environ)
+    assert (told.count, told.counted_by) == (count, counted_by)
+
+
+def test_torch_on_arm_takes_what_is_set_or_all_cores(machine: Machine) -> None:
+    machine.write("proc/cpuinfo", GRAVITON3)
+    machine.monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    run_on(machine, 0)
+    assert torch_threads(machine.probe(), {}).count == 4
+    told = torch_threads(machine.probe(), {"OMP_NUM_THREADS": "64"})
+    assert (told.count, told.counted_by) == (64, "OMP_NUM_THREADS")
+    assert "set OMP_NUM_THREADS=1" in told.hints[0]
+
+
+def test_what_puts_threads_where_is_told(machine: Machine) -> None:
+    cores_of_two(machine)
+    environ = {"OMP_PLACES": "cores", "OMP_PROC_BIND": "close", "GOMP_CPU_AFFINITY": "0-3"}
+    told = torch_threads(machine.probe(), environ)
+    set_here = ("OMP_PROC_BIND=close", "OMP_PLACES=cores", "GOMP_CPU_AFFINITY=0-3")
+    assert told.pinned_by == (*set_here, "taskset, numactl or a cpuset: CPUs 0-7 of 0-15")
+    run_on(machine, *range(16))
+    assert torch_threads(machine.probe(), {}).pinned_by == ()
+
+
+def test_intels_variable_is_for_intels_openmp(machine: Machine) -> None:
+    (hint,) = torch_threads(machine.probe(), {"KMP_AFFINITY": "compact"}).hints
+    assert "OMP_PROC_BIND" in hint
+    environ = {"KMP_AFFINITY": "compact", "LD_PRELOAD": "/opt/lib/libiomp5.so"}
+    assert torch_threads(machine.probe(), environ).hints == ()
+
+
+def test_more_threads_than_a_quota_pays_for_are_told(machine: Machine) -> None:
+    cores_of_two(machine)
+    machine.write("proc/self/cgroup", "0::/job")
+    machine.write(f"{V2}/job/cpu.max", "200000 100000")
+    (hint,) = torch_threads(machine.probe(), {}).hints
+    assert "torch takes 8 threads" in hint
+    assert hint.endswith("set OMP_NUM_THREADS=2")
+    assert torch_threads(machine.probe(), {"OMP_NUM_THREADS": "2"}).hints == ()
+
+
+@pytest.mark.parametrize(
+    ("cpus", "policy", "hint"),
+    [
+        (range(8), "default", None),
+        (range(16), "default", "one process for each node, started with `numactl --cpunodebind=0 --membind=0`"),
+        (range(8), "bind:1", "on NUMA node 0, where this process may not take memory (only from 1)"),
+        (range(16), "bind:1", "on NUMA node 0, where this process may not take memory (only from 1)"),
+        (range(8, 16), "bind:1", None),
+    ],
+)
+def test_threads_away_from_their_memory_are_told_and_what_mends_it(machine, cpus, policy, hint) -> None:
+    two_nodes(machine, policy=policy)
+    run_on(machine, *cpus)
+    hints = torch_threads(machine.probe(), {}).hints
+    assert len(hints) == (hint is not None)
+    if hint is not None:
+        assert hint in hints[0]
+        assert "numactl --cpunodebind=" in hints[0]
+
+
+def test_one_thread_is_on_one_node(machine: Machine) -> None:
+    two_nodes(machine)
+    run_on(machine, *range(16))
+    assert torch_threads(machine.probe(), {"OMP_NUM_THREADS": "1"}).hints == ()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's affinity")
+@pytest.mark.parametrize(
+    "environ", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "999"}, {"OMP_NUM_THREADS": "2", "pin": "1"}], ids=str
+)
+def test_torch_here_takes_as_many_threads_as_is_told(environ: dict[str, str]) -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    code = (
+        "import os\n"
+        "if 'pin' in os.environ: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from anyattn.platforms import cpu, threads\n"
+        "told = threads.torch_threads(*cpu.probe().devices)\n"
+        "import torch\n"
+        "print(told.count, torch.get_num_threads())\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "KMP_"))}
+    root = Path(cpu.__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**kept, **environ, "PYTHONPATH": str(root)},
+    )
+    told, taken = ended.stdout.split()
+    assert told == taken
 
 
 def test_a_machine_without_torch_says_what_to_install(machine: Machine) -> None:

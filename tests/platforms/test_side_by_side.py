@@ -100,9 +100,10 @@ def test_runtimes_on_devices_of_different_kinds_run_in_turn_without_touching_eac
     spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32")
     with pytest.raises(NoBackendError, match="device_kind: wanted npu, supported cuda"):
         anyattn.create_runtime(spec, num_layers=1, num_pages=8, device=other, backend="flashinfer")
-    runtimes = [anyattn.create_runtime(spec, num_layers=1, num_pages=8, device=device) for device in (cpu, other, cpu)]
+    options = {"num_layers": 1, "num_pages": 8, "backend": "torch_native"}
+    runtimes = [anyattn.create_runtime(spec, device=device, **options) for device in (cpu, other, cpu)]
     assert [rt.selection.platform.kind for rt in runtimes] == ["cpu", "npu", "cpu"]
-    alone = anyattn.create_runtime(spec, num_layers=1, num_pages=8, device=cpu)
+    alone = anyattn.create_runtime(spec, device=cpu, **options)
     sequences = [rt.new_sequences(1) for rt in (*runtimes, alone)]
     for count in (5, 1, 1):
         q, k, v = (torch.randn(count, heads, 16) for heads in (4, 2, 2))

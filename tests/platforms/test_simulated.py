@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,9 @@ ARCHS = {
     "ascend910_93": ("ascend", "ascend910_93"),
     "ascend310p": ("ascend", "ascend310p"),
     "xeon-amx": ("cpu", "x86_64"),
+    "xeon-avx2": ("cpu", "x86_64"),
+    "epyc": ("cpu", "x86_64"),
+    "graviton4": ("cpu", "aarch64"),
     "pvc": ("xpu", "pvc"),
     "b580": ("xpu", "bmg_g21"),
     "mtt-s5000": ("musa", "mp_31"),
@@ -64,6 +68,7 @@ def test_the_facts_are_plausible_and_what_the_machine_would_decide_is_open(name)
     assert (device.memory_total_bytes is None) == (device.kind == "cpu")
     assert (device.num_threads is None) == (device.kind != "cpu")
     assert device.memory_free_bytes is device.uuid is device.driver_version is device.runtime_version is None
+    assert device.cpus is device.numa_nodes is device.memory_nodes is None
     assert device.problems == ()
     assert device.index == 0
 
@@ -80,8 +85,11 @@ def test_what_holds_for_a_whole_kind_is_the_same_for_each_of_its_devices():
     }
     for device in DEVICES.values():
         graph, triton, vendor, status = told[device.kind]
-        if device.arch == "ascend310p":  # the one small chip among them
-            graph, triton = GraphLevel.NEVER, False
+        if device.kind == "ascend" and device.arch != "ascend910b":  # and the 310P is the one small chip among them
+            graph, triton = GraphLevel.NEVER, device.arch != "ascend310p"
+        if device.kind == "cpu":  # of several vendors; the probe was run on x86 alone
+            vendor = {"EPYC": "amd", "Xeon": "intel", "Arm": "arm"}[re.search("EPYC|Xeon|Arm", device.name)[0]]
+            status = "run on hardware" if device.arch == "x86_64" else "contract-tested"
         assert (device.graph, device.triton, device.vendor) == (graph, triton, vendor)
         assert device.status == ("run on hardware" if device.arch == "sm90" else status)
 
@@ -94,11 +102,14 @@ def test_only_nvidia_devices_have_a_compute_capability_and_it_is_their_architect
 
 
 def test_features_are_names_that_the_cpu_probe_looks_for_and_only_the_cpu_has_some():
-    assert {name for name, device in DEVICES.items() if device.features} == {"xeon-amx"}
-    features = DEVICES["xeon-amx"].features
-    assert features <= cpu._FEATURES
-    assert {"amx_bf16", "avx512_bf16", "avx512_fp16"} <= features
-    assert "amx_fp16" not in features  # only its successor has it
+    cpus = {name: device.features for name, device in DEVICES.items() if device.features}
+    assert cpus.keys() == {name for name, device in DEVICES.items() if device.kind == "cpu"}
+    assert all(features <= cpu._FEATURES for features in cpus.values())
+    assert {"amx_bf16", "avx512_bf16", "avx512_fp16"} <= cpus["xeon-amx"]
+    assert "amx_fp16" not in cpus["xeon-amx"]  # only its successor has it
+    assert cpus["epyc"] == cpus["xeon-amx"] - {"avx_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
+    assert cpus["xeon-avx2"] == {"avx", "avx2", "fma", "f16c"}
+    assert {"asimd", "bf16", "i8mm", "sve2"} <= cpus["graviton4"]
 
 
 def test_torch_takes_none_of_them_for_a_device():

@@ -92,7 +92,7 @@ def test_the_built_ins_come_through_the_same_hooks():
     assert {offer.distribution for offer in manager.attention_backends().values()} == {"anyattn"}
     assert list(manager.platforms()) == ["cuda", "rocm", "ascend", "xpu", "musa", "apple", "cpu"]
     assert {"h100", "mi300x", "xeon-amx", "m3"} <= manager.simulated_devices().keys()
-    assert sorted(manager.kv_pools()) == ["dsa", "mha", "mla"]
+    assert sorted(manager.kv_pools()) == ["ascend_mha", "ascend_mla", "ascend_nz", "dsa", "mha", "mla"]
     assert sorted(manager.kv_allocators()) == ["paged"]
     assert manager.problems == []
 

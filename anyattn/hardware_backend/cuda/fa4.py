@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
-from anyattn.attention.window import table_within_window
 from anyattn.attention.sinks import join_sinks
+from anyattn.attention.window import table_within_window
 from anyattn.lazy import lazy_import
 from anyattn.types import IntSet, Load, Role, ints
 
