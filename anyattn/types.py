@@ -50,7 +50,7 @@ DTYPE_BYTES = {
 OCP_FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """The two of the Open Compute Project's specification, which most devices compute with."""
 FP8_DTYPES = OCP_FP8_DTYPES | {"float8_e4m3fnuz"}
-"""With AMD's of before, which CDNA3 (gfx942) computes with: one exponent further down, up to 240, and with one zero."""
+"""With float8_e4m3fnuz: its exponent's bias is one larger, its largest 240, and it has one NaN and one zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,11 +52,11 @@ class Capabilities:
     topk: numbers of keys for each token that sparse MLA is served with, `run` then taking slots (`AttentionSpec.topk`);
         None for none. What such a spec's latents and cache are is settled by that, so that `mla_dims` and `kv_dtypes`
         are about dense attention alone, and empty where there is none; all other fields are about both.
-    group_sizes: query heads a KV head.
+    group_sizes: query heads a KV head; `num_qo_heads`: all of them.
     decode_qo_len: in the role of decode, most new tokens of each sequence; more than 1 are asked for where all of a
         batch have as many, as in verification of speculated chains, and graphs of them where `graph` is uniform.
     not_together: pairs of features each of which is served, but not both of them in one spec; `feature_names` says what
-        they are called.
+        they are called. A pair with "graph" is about the role that has the graphs, as `graph` is.
     layouts: in order of preference; `preferred_page_size` likewise breaks the tie when nobody asked for a size.
     strided_pages: whether it reads pages that do not lie one behind the other: the stride of the first axis of `kv.k`
         and `kv.v` is then any number of elements, no less than a page's.
@@ -68,7 +68,7 @@ class Capabilities:
         some batches only says so by the load: `plan` then picks among the valid ones (see `LoadTable`).
     run_on, emulated_on, contract_tested_on: archs or device kinds where it ran on hardware, ran in an emulator, or had
         its calls held against an emulation of the vendor's interface.
-    contract_tested_with: the vendor's wheel whose declarations those calls are bound to, as "torch-npu 2.14.0".
+    contract_tested_with: the vendor's wheel whose declarations those calls are bound to, as "vendor-kernels 1.2".
     """
 
     device_kinds: frozenset[str] | None = None
@@ -89,6 +89,7 @@ class Capabilities:
     any_mla_dims: bool = False
     topk: IntSet | None = None
     group_sizes: IntSet = ANY_INT
+    num_qo_heads: IntSet = ANY_INT
     page_sizes: IntSet
     preferred_page_size: int | None = None
     layouts: tuple[KVLayout, ...]
@@ -206,7 +207,7 @@ class Capabilities:
             *self._head_reasons(spec),
             *self._topk_reasons(spec),
             *self._feature_reasons(spec),
-            *self._pair_reasons(spec),
+            *self._pair_reasons(spec, role),
             *self._graph_reasons(spec, platform, role),
             *self._paging_reasons(page_size, layout, joined_layers),
             *_unknown_field_reasons(spec),
@@ -298,6 +299,14 @@ class Capabilities:
                 remedy="name another backend",
                 another=True,
             )
+        if spec.num_qo_heads not in self.num_qo_heads:
+            yield Reason(
+                field="num_qo_heads",
+                wanted=f"{spec.num_qo_heads} query heads",
+                supported=str(self.num_qo_heads),
+                remedy="name another backend",
+                another=True,
+            )
 
     def _topk_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
         if spec.topk is not None and (self.topk is None or spec.topk not in self.topk):
@@ -338,8 +347,10 @@ class Capabilities:
         """The pairs of `not_together` that a spec has both of."""
         return [pair for pair in self.not_together if {*pair} <= feature_names(spec)]
 
-    def _pair_reasons(self, spec: AttentionSpec) -> Iterable[Reason]:
+    def _pair_reasons(self, spec: AttentionSpec, role: Role) -> Iterable[Reason]:
         for first, second in self.pairs_in(spec):
+            if "graph" in (first, second) and _graph_level(spec, role) == GraphLevel.NEVER:
+                continue
             yield Reason(
                 field=FEATURES[second],
                 wanted=f"{second} together with {first}",
@@ -349,12 +360,8 @@ class Capabilities:
             )
 
     def _graph_reasons(self, spec: AttentionSpec, platform: Platform, role: Role) -> Iterable[Reason]:
-        """Of steps with one new token each the decode backend has the graphs, of all others that of prefill."""
         most = min(self.graph, platform.graph)
-        wanted = min(spec.graph, GraphLevel.DECODE)
-        if role == "prefill":
-            wanted = spec.graph if spec.graph > GraphLevel.DECODE else GraphLevel.NEVER
-        if wanted > most:
+        if _graph_level(spec, role) > most:
             served = [level.name.lower() for level in reversed(GraphLevel) if level <= most]
             yield _replace_reason("graph", spec.graph.name.lower(), served)
 
@@ -377,6 +384,13 @@ class Capabilities:
             )
 
 
+def _graph_level(spec: AttentionSpec, role: Role) -> GraphLevel:
+    """Of steps with one new token each the decode backend has the graphs, of all others that of prefill."""
+    if role == "decode":
+        return min(spec.graph, GraphLevel.DECODE)
+    return spec.graph if spec.graph > GraphLevel.DECODE else GraphLevel.NEVER
+
+
 FEATURES = {
     "mla": "kv_lora_rank",
     "topk": "topk",
@@ -387,7 +401,7 @@ FEATURES = {
         name: name
         for name in (
             "kv_scale_per_head", "sliding_window", "logits_soft_cap", "sinks", "alibi", "tree_mask", "return_lse",
-            "deterministic",
+            "graph", "deterministic",
         )
     },
     **dict.fromkeys((name for name in DTYPE_BYTES if name not in FP8_DTYPES), "dtype"),
@@ -396,7 +410,7 @@ FEATURES = {
 
 
 def feature_names(spec: AttentionSpec) -> set[str]:
-    """The features of a spec, as `Capabilities.not_together` calls them.
+    """The features of a spec, as `Capabilities.not_together` calls them; "graph" is any level.
 
     Sparse MLA is "topk", and neither "mla" nor "fp8", so that a pair with these is about dense attention.
     """
@@ -418,7 +432,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("run_on", "emulated_on", "contract_tested_on"), frozenset),
     **dict.fromkeys(("packages", "programs", "layouts", "not_together"), tuple),
     "decode_qo_len": int,
-    **dict.fromkeys(("page_sizes", "group_sizes"), IntSet),
+    **dict.fromkeys(("page_sizes", "group_sizes", "num_qo_heads"), IntSet),
     **dict.fromkeys(("head_dims", "topk"), (IntSet, type(None))),
     "preferred_page_size": (int, type(None)),
     "graph": GraphLevel,

@@ -18,7 +18,7 @@ from anyattn.platforms import host
 from anyattn.platforms.ascend_visible import visible_indices
 from anyattn.platforms.base import Platform, ProbeResult
 from anyattn.platforms.dcmi import Chip, Dcmi, DcmiError, Place
-from anyattn.types import GraphLevel
+from anyattn.types import FP8_DTYPES, GraphLevel
 
 _VENDOR_ID = 0x19E5
 _PCI_ARCHS = {
@@ -43,12 +43,20 @@ _CHIP_ARCHS = (
 )
 """By the beginning of DCMI's chip name, first match first: vllm-ascend (setup.py), torch_npu (SocVersion); A2G and I2
 are the same chips under another brand (hicann/driver, DCMI)."""
-_SERVER_ARCHS = frozenset({"ascend910b", "ascend910_93"})
-"""Atlas A2 and A3: the only ones that the documents of torch_npu's NPUGraph (op-plugin, graph_task_update_begin) and
-triton-ascend's quick start name. CANN's own graph capture may reach further."""
+_GRAPH_ARCHS = frozenset({"ascend910b"})
+"""Atlas A2: the only one for which torch_npu documents attention whose lengths change in a graph (2.14.0,
+_op_plugin_docs.py, npu_fused_infer_attention_score.out). The documents of its NPUGraph (op-plugin,
+graph_task_update_begin) name Atlas A3 too, and CANN's own graph capture may reach further."""
+_TRITON_ARCHS = frozenset({"ascend910b", "ascend910_93"})
+"""Atlas A2 and A3: the only ones that triton-ascend's quick start names."""
 
-NPU_MISSING_DTYPES = dict.fromkeys(("ascend310", "ascend310p", "ascend910"), frozenset({"bfloat16"}))
-"""By architecture: those before the 910B compute no bfloat16 (torch_npu, csrc/core/npu, IsBF16Supported)."""
+NPU_MISSING_DTYPES = {
+    **dict.fromkeys(("ascend310", "ascend310p", "ascend910"), FP8_DTYPES | {"bfloat16"}),
+    **dict.fromkeys(("ascend310b", "ascend910b", "ascend910_93"), FP8_DTYPES),
+}
+"""By architecture: those before the 910B compute no bfloat16 (torch_npu, csrc/core/npu, IsBF16Supported), those before
+the 950 are not quantized to fp8 (torch_npu 2.14.0, _op_plugin_docs.py: npu_rotate_quant's dst_dtype, and the dtypes of
+fused infer attention)."""
 
 _CANN_HOMES = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
 """Where CANN goes by default, the second from 8.5 on (Huawei, "CANN Software Installation Guide")."""
@@ -123,8 +131,8 @@ def _probe(num_nodes: int) -> ProbeResult:
                 driver_version=driver_version,
                 runtime_version=runtime_version,
                 collective="hccl",
-                graph=GraphLevel.ALWAYS if facts["arch"] in _SERVER_ARCHS else GraphLevel.NEVER,
-                triton=facts["arch"] in _SERVER_ARCHS,
+                graph=GraphLevel.ALWAYS if facts["arch"] in _GRAPH_ARCHS else GraphLevel.NEVER,
+                triton=facts["arch"] in _TRITON_ARCHS,
                 missing_dtypes=NPU_MISSING_DTYPES.get(facts["arch"], frozenset()),
                 status="contract-tested",
                 torch_remedy=host.TORCH_REMEDIES["ascend"],

@@ -4,7 +4,8 @@ Each call is bound to the wheel's own declaration first. Sources, in the wheel o
 prefill `csrc/py_itfs_ck/mha_batch_prefill_kernels.cu` and Composable Kernel's `fmha_batch_prefill` (`codegen/ops`,
 `kernel`, `pipeline`); for paged attention `csrc/cpp_itfs/pa`; for `pa_fwd_asm` `csrc/py_itfs_cu/asm_pa.cu` and
 `hsa/*/pa/pa_asm.csv`; for MLA `aiter/mla.py`, `csrc/py_itfs_cu/asm_mla.cu` and `csrc/kernels/mla/metadata`. What is
-compiled at the first use by a template is limited to what `op_tests/test_pa_v1.py` of the repository tries.
+compiled at the first use by a template is limited to what `op_tests/test_pa_v1.py` of the repository tries. What begins
+with `newer_` is MLA of the repository's commit that `schemas/aiter_repository.json` names, from the same files of it.
 """
 
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ NUM_CORES = 304
 PREFILL_TILE = 128
 PREFETCHED = 64  # entries of kv_page_indices behind a tile
 PARTITION = 256
-MFMA_TILE = 16
+MLA_TILE = 128  # of the tiles that `get_meta_param` names the largest; the binaries are taken to load all of one
 
 
 class Refused(Exception):
@@ -159,37 +160,63 @@ def pa_fwd_asm(
     return out_.copy_(result)
 
 
-FP8 = torch.float8_e4m3fnuz
-"""What the emulated device reads bytes of fp8 as: `emulate` sets it."""
+ARCH, FP8 = "gfx942", torch.float8_e4m3fnuz
+"""The emulated device, and what it reads bytes of fp8 as: `module` sets them."""
+
+
+def shapes_of_work(batch_size, tiles, work):
+    """Of the six tensors of the division. tiles: for each sequence. work: most pieces of it."""
+    splits = min(batch_size + NUM_CORES - 1, 2 * (NUM_CORES - 1)) * tiles
+    return (2,), (NUM_CORES + 1,), (work, 8), (batch_size * tiles + 1,), (batch_size * tiles, 2), (splits,)
+
+
+def with_dtypes(shapes):
+    return tuple((shape, torch.int32 if i else torch.uint64) for i, shape in enumerate(shapes))
+
+
+def wheels_work(batch_size, heads):
+    tiles = 1 if heads == 16 else heads // 16
+    return shapes_of_work(batch_size, tiles, batch_size * tiles + NUM_CORES - 1)
+
+
+def newer_work(batch_size, heads, q_dtype, kv_dtype):
+    tiles = 1 if is_native(heads, q_dtype, kv_dtype) else heads // 16
+    return shapes_of_work(batch_size, tiles, (batch_size + NUM_CORES - 1) * tiles)
+
+
+def is_native(heads, q_dtype, kv_dtype):
+    """Whether the repository's kernels compute so many heads at once; if not, sixteens of them."""
+    return heads == 16 or (ARCH == "gfx950" and heads in (64, 128) and q_dtype == kv_dtype == torch.bfloat16)
 
 
 @bound("aiter", "get_mla_metadata_info_v1")
 def get_mla_metadata_info_v1(batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode):
     must(num_head_qo % 16 == 0, "heads come in sixteens")
-    tiles = batch_size * (1 if num_head_qo == 16 else -(-max_seqlen_qo * num_head_qo // 16))
-    return (
-        (2, torch.uint64), (NUM_CORES + 1, torch.int32), ((tiles + NUM_CORES - 1, 8), torch.int32),
-        (tiles + 1, torch.int32), ((tiles, 2), torch.int32), (2 * (NUM_CORES - 1), torch.int32),
-    )  # fmt: skip
+    must(max_seqlen_qo == 1 and fast_mode and not is_sparse, "one token a sequence")
+    return with_dtypes(wheels_work(batch_size, num_head_qo))
 
 
-def divide(qo_indptr, kv_indptr, heads, kv_heads, kv_granularity, tensors, max_seqlen_qo, uni_seqlen_qo, fast_mode):
-    """The division, of which the emulated kernels need no more than the lengths that it was made from."""
-    pointers, work_info, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map = tensors
+def divide(
+    qo_indptr, kv_indptr, heads, kv_heads, kv_granularity, tensors, shapes, max_seqlen_qo, uni_seqlen_qo, fast_mode
+):  # fmt: skip
+    """The division, of which the emulated kernels need no more than the lengths that it was made from.
+
+    tensors: in the order of shapes, which are those that their sizes were asked for with.
+    """
     int32(seqlens_qo_indptr=qo_indptr, seqlens_kv_indptr=kv_indptr)
     must(kv_granularity & (kv_granularity - 1) == 0, "kv_granularity Must be power of 2!")
     must(kv_heads == 1, "one head of keys")
     must(heads in (16, 128) or (heads % 16 == 0 and heads < 128), "only supports #heads in [16, 128]")
     must(max_seqlen_qo == uni_seqlen_qo == 1 and fast_mode, "one token a sequence")
-    tiles = (qo_indptr.numel() - 1) * heads // 16
-    must(pointers.dtype == torch.uint64 and pointers.shape == (2,), "work_metadata_ptrs")
-    must(work_info.shape == (tiles + NUM_CORES - 1, 8), "work_info_set is [work, 8]")
-    must(work_indptr.shape == (NUM_CORES + 1,) and reduce_indptr.shape == (tiles + 1,), "work_indptr, reduce_indptr")
-    must(reduce_final_map.shape == (tiles, 2) and reduce_partial_map.ndim == 1, "maps of the reduction")
+    names = (
+        "work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map"
+    )  # fmt: skip
+    for name, tensor, (shape, dtype) in zip(names, tensors, with_dtypes(shapes), strict=True):
+        must(tensor.shape == shape and tensor.dtype == dtype, f"{name} is {dtype}, {shape}")
     if not is_capturing():
         must(qo_indptr.diff().unique().tolist() == [1], "a sequence without a query")
         must(int(kv_indptr.diff().min()) >= 1, "a sequence without keys")
-    work_indptr[: kv_indptr.numel()].copy_(kv_indptr)
+    tensors[1][: kv_indptr.numel()].copy_(kv_indptr)
 
 
 @bound("aiter", "get_mla_metadata_v1")
@@ -199,15 +226,15 @@ def get_mla_metadata_v1(
     fast_mode, topk, max_split_per_batch,
 ):  # fmt: skip
     """The wheel's: what it calls work_indptr is handed on, by position, as work_info_set, and the other way round."""
-    tensors = work_metadata_ptrs, work_indptr, work_info, reduce_indptr, reduce_final_map, reduce_partial_map
+    tensors = work_metadata_ptrs, work_info, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map
     divide(
-        seqlens_qo_indptr, seqlens_kv_indptr, num_heads_per_head_k, num_heads_k, kv_granularity, tensors, max_seqlen_qo,
-        uni_seqlen_qo, fast_mode,
+        seqlens_qo_indptr, seqlens_kv_indptr, num_heads_per_head_k, num_heads_k, kv_granularity, tensors,
+        wheels_work(seqlens_qo_indptr.numel() - 1, num_heads_per_head_k), max_seqlen_qo, uni_seqlen_qo, fast_mode,
     )  # fmt: skip
 
 
 def attend_latents(q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, scale, kv_scale):
-    """Both of MLA's kernels, over pages of one token. Keys of other sequences than the query's are not loaded."""
+    """Both of MLA's kernels, over pages of one token: whole tiles of them, of other sequences than the query's too."""
     must(kv_buffer.ndim == 4 and kv_buffer.shape[1:] == (1, 1, 576), "latents of one head, pages of one token")
     must(q.is_contiguous() and q.dtype == torch.bfloat16 and q.shape[2] == 576, "only support Q.is_contiguous()")
     must(o.is_contiguous() and o.shape == (*q.shape[:2], 512) and o.dtype == torch.bfloat16, "o is as wide as latents")
@@ -221,13 +248,14 @@ def attend_latents(q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_pa
         must(max_seqlen_q == int(qo_indptr.diff().max()), "max_seqlen_q")
         must(int(lens.min()) >= 1, "a sequence without keys")
         in_range(kv_buffer.shape[0], "kv_indices", kv_indices)
-        must(kv_indices.numel() >= int(kv_indptr[-1]) + MFMA_TILE, "kv_indices is read behind its end")
-    width = kv_indices.numel() if is_capturing() else int(lens.max())
+        loaded = kv_indptr[:-1] + -(-lens // MLA_TILE) * MLA_TILE
+        must(kv_indices.numel() >= int(loaded.max()), "kv_indices is read behind its end")
+    width = kv_indices.numel() if is_capturing() else -(-int(lens.max()) // MLA_TILE) * MLA_TILE
     places = kv_indptr[:-1, None] + torch.arange(width, dtype=torch.int32)
     table = kv_indices[places.clamp(max=kv_indices.numel() - 1)]
     result, _ = attend(
         q, kv_buffer, kv_buffer[..., :512], table, lens, qo_indptr, scale=scale, k_scale=kv_scale, v_scale=kv_scale,
-        loads=Loads(),
+        loads=Loads(tile=MLA_TILE),
     )  # fmt: skip
     o.copy_(result)
 
@@ -279,18 +307,28 @@ def mla_prefill_fwd(
     return o, torch.full((q.shape[0], 1, q.shape[1], 1), float("nan"))
 
 
+@bound("aiter_repository", "get_mla_metadata_info_v1")
+def newer_get_mla_metadata_info_v1(
+    batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode, num_kv_splits, intra_batch_mode
+):  # fmt: skip
+    must(num_head_qo % 16 == 0, "heads come in sixteens")
+    must(max_seqlen_qo == 1 and fast_mode and not is_sparse and not intra_batch_mode, "one token a sequence")
+    return with_dtypes(newer_work(batch_size, num_head_qo, q_dtype, kv_dtype))
+
+
 @bound("aiter_repository", "get_mla_metadata_v1")
 def newer_get_mla_metadata_v1(
     seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
     work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size,
-    kv_granularity, max_seqlen_qo, uni_seqlen_qo, fast_mode, topk, max_split_per_batch, intra_batch_mode,
-    is_cp_round_robin, mla_version, dtype_q_nope, dtype_q_rope, dtype_kv_nope, dtype_kv_rope, dtype_q, dtype_kv,
+    kv_granularity, max_seqlen_qo, uni_seqlen_qo, fast_mode, topk, max_split_per_batch, intra_batch_mode, dtype_q,
+    dtype_kv,
 ):  # fmt: skip
     must(page_size == 1 and kv_last_page_lens.shape == (seqlens_kv_indptr.numel() - 1,), "pages of one token")
     must(dtype_q == torch.bfloat16 and dtype_kv in (torch.bfloat16, FP8), "dtypes choose the division")
-    tensors = work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map
+    tensors = work_metadata_ptrs, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
     divide(
-        seqlens_qo_indptr, seqlens_kv_indptr, num_heads_per_head_k, num_heads_k, kv_granularity, tensors, max_seqlen_qo,
+        seqlens_qo_indptr, seqlens_kv_indptr, num_heads_per_head_k, num_heads_k, kv_granularity, tensors,
+        newer_work(seqlens_qo_indptr.numel() - 1, num_heads_per_head_k, dtype_q, dtype_kv), max_seqlen_qo,
         uni_seqlen_qo, fast_mode,
     )  # fmt: skip
 
@@ -299,8 +337,7 @@ def newer_get_mla_metadata_v1(
 def newer_mla_decode_fwd(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, page_size, nhead_kv, sm_scale,
     logit_cap, num_kv_splits, num_kv_splits_indptr, work_meta_data, work_indptr, work_info_set, reduce_indptr,
-    reduce_final_map, reduce_partial_map, q_scale, kv_scale, intra_batch_mode, return_logits, return_lse, g_kv_indptr,
-    cp_world_size, cp_rank, causal,
+    reduce_final_map, reduce_partial_map, q_scale, kv_scale, intra_batch_mode, return_logits, return_lse,
 ):  # fmt: skip
     must(page_size == nhead_kv == 1, "pages of one token, one head")
     decode_latents(
@@ -313,14 +350,14 @@ def newer_mla_decode_fwd(
 
 def module(arch, *, generation="wheel"):
     """`aiter` as it is on a device. generation: "wheel", or "repository" for what has come since."""
-    global FP8
-    FP8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    global ARCH, FP8
+    ARCH, FP8 = arch, torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
     newer = generation == "repository"
     return SimpleNamespace(
         mha_batch_prefill_func=mha_batch_prefill_func,
         paged_attention_v1=paged_attention_v1,
         pa_fwd_asm=pa_fwd_asm,
-        get_mla_metadata_info_v1=get_mla_metadata_info_v1,
+        get_mla_metadata_info_v1=newer_get_mla_metadata_info_v1 if newer else get_mla_metadata_info_v1,
         get_mla_metadata_v1=newer_get_mla_metadata_v1 if newer else get_mla_metadata_v1,
         mla=SimpleNamespace(
             mla_decode_fwd=newer_mla_decode_fwd if newer else mla_decode_fwd, mla_prefill_fwd=mla_prefill_fwd

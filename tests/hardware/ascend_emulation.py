@@ -7,7 +7,8 @@ page to its end and multiplies what is masked by 0.
 
 Where the documentation of fused infer attention contradicts itself, this is what holds here: layout TND takes paged
 keys and values ("KV cache layouts in the scenario of paged attention"), and with sparse_mode 3 a sequence may have no
-more queries than keys, as many included, which is what every prompt has.
+more queries than keys, as many included, which is what every prompt has. docs/ascend.md has all such places. `.out`
+leaves NaN for the LSE, which is documented to be reserved there.
 """
 
 import functools
@@ -159,6 +160,7 @@ class Npu:
             call = version(given)
             self.calls.append(call)
             out, lse = given.out
+            self._require_in_graphs(call)
             require(given.workspace is not None and id(given.workspace) in map(id, self.workspaces), "no workspace")
             if self.updated is not None:
                 self._update(call)
@@ -167,18 +169,25 @@ class Npu:
             if self.group is not None:
                 require(self.group.call is None, "one task is emulated in a group")
                 self.group.call, self.group.lens = call, lens
-            got = self._attend(call, *lens)
-            for target, values, wanted in ((out, got[0], True), (lse, got[1], call.return_lse)):
-                if wanted:
-                    require(target.shape == values.shape and target.dtype == values.dtype, "out fits the result")
-                    target.copy_(values)
+            values, _ = self._attend(call, *lens)
+            require(out.shape == values.shape and out.dtype == values.dtype, "out fits the result")
+            out.copy_(values)
+            lse.fill_(float("nan"))
             return out, lse
 
         functional.out = write
         return functional
 
+    def _require_in_graphs(self, call):
+        require(self.arch == "ascend910b", "what graphs need is for Atlas A2")
+        require(not call.return_lse, "the LSE of .out is reserved")
+        is_mla = call.query.shape[-1] == 512
+        require(call.layout != "TND" or is_mla, "layout TND is without graphs for heads other than MLA's")
+
     def _workspace(self, version, given):
-        self._check(version(given))
+        call = version(given)
+        self._require_in_graphs(call)
+        self._check(call)
         self.workspaces.append(torch.empty(16, dtype=torch.uint8))
         return self.workspaces[-1]
 
@@ -256,17 +265,16 @@ class Npu:
             require(q.ndim == 4, "query is [B, S, N, D]")
             require(dim % 16 == 0 and dim <= 512, "head dim")
             one = q.shape[1] == 1
-            if one:
-                require(max(call.kv_lens) <= 262144, "S of one query is at most 262144")
-            else:
+            if not one:
                 require(call.num_heads * dim < 65535, "N * D of layout BSND")
         else:
             require(call.version == 2, "the first version takes no pages in layout TND")
             taken = q.ndim == 3 and q.dtype == torch.bfloat16 and dim == 128
             require(taken, "layout TND is for heads of 128, bfloat16")
-            require(len(lengths) <= 4096, "layout TND takes up to 4096 sequences")
+            self._check_tnd(q, lengths)
             one = max(lengths) == 1
         if one:
+            require(max(call.kv_lens) <= 262144, "S of one query is at most 262144")
             require(size % 16 == 0 and 0 < size <= 512, "block_size")
             require(k.numel() < 1 << 31, "elements of keys are counted in int32")
         else:
@@ -285,7 +293,12 @@ class Npu:
         require(k.shape[1:] == (1, 32, 128, 16) and key_rope.shape[1:] == (1, 4, 128, 16), "NZ of latents and rope")
         require(k.shape[0] == key_rope.shape[0], "latents and rope parts have as many pages")
         require(k.numel() < 1 << 31, "elements of keys are counted in int32")
+        require(max(lengths) > 1 or max(call.kv_lens) <= 262144, "S of one query is at most 262144")
+        self._check_tnd(q, lengths)
+
+    def _check_tnd(self, q, lengths):
         require(len(lengths) <= 4096, "layout TND takes up to 4096 sequences")
+        require(q.shape[0] <= 1 << 20, "layout TND takes up to 1M tokens")
 
     # Stores.
 
@@ -335,7 +348,7 @@ class Npu:
         by_token[slots // size, slots % size] = new.flatten(1).unflatten(1, (-1, 16))
 
     def _in_range(self, slots, count):
-        """Repeated slots get any of their tokens: here the last. The slots of the null page are the only such."""
+        """Repeated slots, as those of the null page alone are, are not guaranteed: they get any of their tokens."""
         if not is_capturing() and slots.numel():
             require(0 <= int(slots.min()) <= int(slots.max()) < count, "slots lie in the cache")
 

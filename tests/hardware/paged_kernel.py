@@ -6,6 +6,7 @@ so that a NaN among them shows. An emulated graph records it as one operation, a
 
 import dataclasses
 import inspect
+import os
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from anyattn import AttentionSpec
 from anyattn.attention.reference import reference_attention
+from anyattn.testing.check import CannotRunError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,17 +88,35 @@ def is_capturing():
     return _get_current_dispatch_mode() is not None
 
 
+WHOLE_KIT = os.environ.get("ANYATTN_WHOLE_KIT") == "1"
+"""Whether the tests run every case and check of the kit, rather than a choice of them."""
+
 _OF_EACH = 2  # such names, the shortest of them: others have more features beside, which the adapter passes on alike
 
 
 def chosen(backend, found, names=("",)):
-    """Of cases or checks, some whose names have each of these parts, as parameters of a test: the backend and each."""
+    """Of cases or checks, some whose names have each of these parts, as parameters of a test: the backend and each.
+
+    With ANYATTN_WHOLE_KIT=1 in the environment all of them.
+    """
     found = list(found)
+    if WHOLE_KIT:
+        names = ("",)
     kept = set()
     for part in names:
         matching = [each.name for each in found if part in each.name]
         kept |= set(sorted(matching, key=lambda name: (len(name), name))[:_OF_EACH] if part else matching)
     return [pytest.param(backend, each, id=f"{backend.__name__} {each.name}") for each in found if each.name in kept]
+
+
+def run_check(check):
+    """With the whole kit, what this machine has not the memory for is skipped."""
+    try:
+        check.run(torch.seed() % (1 << 31))
+    except CannotRunError as error:
+        if not WHOLE_KIT:
+            raise
+        pytest.skip(str(error))
 
 
 def shortened(cases):

@@ -58,9 +58,9 @@ def asm_call():
     }  # fmt: skip
 
 
-def work(heads=16, batch=2):
+def work(heads=16, batch=2, aiter=AITER):
     names = ("work_meta_data", "work_indptr", "work_info_set", *REDUCED)
-    shapes = AITER.get_mla_metadata_info_v1(batch, 1, heads, BF16, BF16, is_sparse=False)
+    shapes = aiter.get_mla_metadata_info_v1(batch, 1, heads, BF16, BF16, is_sparse=False)
     return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)}
 
 
@@ -229,11 +229,30 @@ def test_the_work_of_mla_is_divided_for_what_it_is_told_only():
         AITER.get_mla_metadata_info_v1(2, 1, 24, BF16, BF16, is_sparse=False)
 
 
+def test_its_tensors_are_as_large_as_the_work_that_several_heads_make():
+    assert [work(heads=32)["reduce_partial_map"].shape, work(heads=32)["work_info_set"].shape] == [(610,), (307, 8)]
+    assert work(batch=500)["reduce_partial_map"].shape == (606,)
+    assert work(heads=32, aiter=NEWER)["work_info_set"].shape == (610, 8)
+    taken = divided(work(heads=32), ints(0, 9, 12), heads=32)
+    with pytest.raises(Refused, match="reduce_partial_map is"):
+        divided(taken | {"reduce_partial_map": torch.empty(606, dtype=torch.int32)}, ints(0, 9, 12), heads=32)
+
+
+def test_newer_kernels_of_cdna4_compute_64_heads_at_once_where_nothing_is_fp8():
+    aiter = aiter_emulation.module("gfx950", generation="repository")
+    assert work(heads=64, aiter=aiter)["reduce_final_map"].shape == (2, 2)
+    assert work(heads=96, aiter=aiter)["reduce_final_map"].shape == (12, 2)
+    fp8 = aiter.get_mla_metadata_info_v1(2, 1, 64, BF16, torch.float8_e4m3fn, is_sparse=False)
+    assert fp8[4] == ((8, 2), torch.int32)
+    aiter_emulation.module("gfx942")
+    assert work(heads=64, aiter=NEWER)["reduce_final_map"].shape == (8, 2)
+
+
 def test_the_wheels_names_for_two_tensors_of_the_division_are_each_others():
     """By its names they land in each other's place, which the kernel would fill without noticing."""
     tensors = work()
     swapped = tensors | {"work_info_set": tensors["work_indptr"], "work_indptr": tensors["work_info_set"]}
-    with pytest.raises(Refused, match="work_info_set is"):
+    with pytest.raises(Refused, match=r"work_indptr is torch.int32, \(305,\)"):
         divided(swapped, ints(0, 9, 12))
 
 

@@ -162,6 +162,14 @@ REFUSED = {
             "block_table": table(4097, 1),
         },
         "pages of 192 tokens": {"block_size": 192, **keys_and_values(5, 192, 256)},
+        "more than 1M tokens": {
+            "query": torch.empty((1 << 20) + 1, 4, 128, dtype=BF16, device="meta"), "block_table": table(1, 8193),
+            "actual_seq_qlen": [(1 << 20) + 1], "actual_seq_kvlen": [(1 << 20) + 1],
+        },
+        "more than 262144 keys of one query": {
+            "query": zeros(1, 4, 128), "actual_seq_qlen": [1], "actual_seq_kvlen": [262145], "sparse_mode": 0,
+            "atten_mask": None, "block_table": table(1, 2049),
+        },
     },
     "v2, MLA": {
         "17 queries of a sequence": {
@@ -189,6 +197,10 @@ REFUSED = {
         "4097 sequences": {
             "query": zeros(4097, 4, 512), "query_rope": zeros(4097, 4, 64), "actual_seq_qlen": list(range(1, 4098)),
             "actual_seq_kvlen": [1] * 4097, "block_table": table(4097, 1), "sparse_mode": 0, "atten_mask": None,
+        },
+        "more than 262144 keys of one query": {
+            "query": zeros(1, 4, 512), "query_rope": zeros(1, 4, 64), "actual_seq_qlen": [1],
+            "actual_seq_kvlen": [262145], "sparse_mode": 0, "atten_mask": None, "block_table": table(1, 2049),
         },
     },
 }  # fmt: skip
@@ -268,6 +280,32 @@ def test_fused_infer_attention_is_not_for_the_310p(kind):
     name, arguments = ALL[kind]
     with pytest.raises(RefusedError, match="Atlas A2"):
         getattr(Npu("ascend310p"), name)(**arguments())
+
+
+NO_GRAPHS = {
+    "an LSE": ("ascend910b", V1, decode()),
+    "layout TND for heads": ("ascend910b", V2, ragged()),
+    "Atlas A3": ("ascend910_93", V2, mla()),
+}
+
+
+@pytest.mark.parametrize("what", NO_GRAPHS)
+def test_graphs_are_refused_with(what):
+    arch, name, arguments = NO_GRAPHS[what]
+    with pytest.raises(RefusedError):
+        getattr(Npu(arch), f"_{name}_get_max_workspace")(**arguments)
+    out = [torch.empty_like(arguments["query"]), torch.empty(1)]
+    with pytest.raises(RefusedError):
+        getattr(Npu(arch), name).out(**arguments, workspace=torch.empty(16, dtype=torch.uint8), out=out)
+
+
+def test_the_lse_of_what_graphs_have_is_nan():
+    npu, arguments = Npu("ascend910b"), decode(softmax_lse_flag=False)
+    workspace = npu._npu_fused_infer_attention_score_get_max_workspace(**arguments)
+    out, lse = torch.empty_like(arguments["query"]), torch.zeros(1)
+    npu.npu_fused_infer_attention_score.out(**arguments, workspace=workspace, out=[out, lse])
+    assert not out.isnan().any()
+    assert lse.isnan().all()
 
 
 def test_stores_as_documented_are_taken():

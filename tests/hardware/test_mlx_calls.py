@@ -44,7 +44,7 @@ def mlx(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("backend", "case"), CASES)
-def test_the_adapter_is_right_in_every_case_that_it_declares(mlx, backend, case):
+def test_the_adapter_is_right_in_cases_of_each_kind(mlx, backend, case):
     assert check_case(backend, case, APPLE, torch.seed() % (1 << 31)).failure is None
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from anyattn.platforms import ascend, host
 from anyattn.platforms.base import ProbeResult
-from anyattn.types import GraphLevel
+from anyattn.types import FP8_DTYPES, GraphLevel
 
 GIB = 1 << 30
 NOT_SUPPORTED = -8255
@@ -250,17 +250,17 @@ def test_both_dies_of_an_a3_card_are_devices_in_the_order_of_their_logic_ids(mac
     used = [64 * GIB - (device.memory_free_bytes or 0) for device in result.devices]
     assert used == [card * (1 << 20) for card in range(7, -1, -1) for _ in range(2)]
     assert (result.devices[15].torch_device, result.devices[15].num_cores) == ("npu:15", 24)
-    assert (result.devices[0].graph, result.devices[0].triton) == (GraphLevel.ALWAYS, True)
-    assert result.devices[0].missing_dtypes == set()
+    assert (result.devices[0].graph, result.devices[0].triton) == (GraphLevel.NEVER, True)
+    assert result.devices[0].missing_dtypes == FP8_DTYPES
 
 
-def test_a_310p_has_ddr_memory_and_neither_graphs_nor_triton_nor_bfloat16(machine: Machine) -> None:
+def test_a_310p_has_ddr_memory_and_neither_graphs_nor_triton_nor_bfloat16_nor_fp8(machine: Machine) -> None:
     machine.dcmi(Npu(3, 0, 0, chip_name="310P3", npu_name="310P3", cores=8, hbm=None, ddr=(44280, 41216)))
     (device,) = machine.probe().devices
     assert (device.name, device.arch, device.num_cores) == ("Ascend 310P3", "ascend310p", 8)
     assert (device.memory_total_bytes, device.memory_free_bytes) == (44280 << 20, 41216 << 20)
     assert (device.graph, device.triton) == (GraphLevel.NEVER, False)
-    assert device.missing_dtypes == {"bfloat16"}
+    assert device.missing_dtypes == FP8_DTYPES | {"bfloat16"}
 
 
 def test_an_ascend_950_answers_through_the_second_interface(machine: Machine) -> None:
@@ -270,7 +270,7 @@ def test_an_ascend_950_answers_through_the_second_interface(machine: Machine) ->
     assert [device.arch for device in result.devices] == ["ascend950", "ascend950"]
     device = result.devices[0]
     assert (device.name, device.driver_version, device.memory_total_bytes) == ("Ascend 950PR_9579", "25.2.0", 64 * GIB)
-    assert (device.graph, device.triton) == (GraphLevel.NEVER, False)
+    assert (device.graph, device.triton, device.missing_dtypes) == (GraphLevel.NEVER, False, frozenset())
 
 
 @pytest.mark.parametrize(

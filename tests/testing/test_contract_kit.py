@@ -17,7 +17,7 @@ from anyattn.testing.check import CannotRunError
 from anyattn.testing.contract import backends as backend_contract
 from anyattn.testing.contract import questions as refusal_questions
 from anyattn.testing.target import Target, find_targets
-from anyattn.types import ANY_INT, GraphLevel, Reason, ints
+from anyattn.types import ANY_INT, GraphLevel, IntSet, Reason, ints
 
 pytestmark = pytest.mark.usefixtures("one_look_at_each_import")
 
@@ -120,6 +120,8 @@ def test_every_built_in_backend_keeps_the_contract(name):
         {"not_together": (("tree_mask", "sinks"), ("non_causal", "bfloat16")), "mla_dims": frozenset({(512, 64)})},
         {"not_together": (("mla", "fp8"), ("fp8", "value_head_dim")), "mla_dims": frozenset({(512, 64)}),
          "kv_dtypes": frozenset({"float8_e4m3fn"}), "head_dim_pairs": frozenset({(192, 128)})},
+        {"num_qo_heads": IntSet(maximum=127)},
+        {"num_qo_heads": ints(32), "group_sizes": ints(1, 4, 8), "mla_dims": frozenset({(512, 64)})},
         {"phases": frozenset({"prefill", "mixed"})},
         {"graph": GraphLevel.NEVER, "page_sizes": ANY_INT, "layouts": ("5D", "NZ", "NHD")},
     ],
@@ -127,6 +129,33 @@ def test_every_built_in_backend_keeps_the_contract(name):
 )
 def test_declarations_of_all_kinds_keep_the_contract(fields):
     assert failures(of_class(declaring(**fields))) == {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"graph": GraphLevel.DECODE},
+        {"graph": GraphLevel.ALWAYS, "phases": frozenset({"prefill", "mixed"})},
+        {"graph": GraphLevel.UNIFORM, "phases": frozenset({"decode"}), "decode_qo_len": 8},
+    ],
+    ids=str,
+)
+def test_pairs_with_graphs_are_asked_of_the_role_that_has_them(fields):
+    methods = {"init_graph": lambda self, batch: batch, "refresh_graph": lambda self, plan, batch: None}
+    pairs = {"not_together": (("graph", "sinks"), ("return_lse", "graph")), "lse": True, "sinks": True}
+
+    def tested(**changes):
+        declared = declaring(**fields, **pairs, **changes).capabilities
+        return type("Tested", (Plain,), {"capabilities": declared, **methods})
+
+    assert failures(of_class(tested())) == {}
+    found = failures(of_class(tested(kind=Altered, field="sinks", drops=True)))
+    assert list(found) == ["sinks together with graph is refused with a reason that names sinks"]
+
+
+def test_a_pair_with_graphs_that_are_not_declared_never_comes_up():
+    (text,) = failures(of_class(declaring(not_together=(("graph", "sinks"),), sinks=True))).values()
+    assert "no spec has both graph and sinks of not_together: leave out the pair" in text
 
 
 def test_everything_that_a_spec_can_ask_for_is_asked_for():
@@ -142,7 +171,8 @@ def test_every_field_of_a_declaration_has_a_check():
     declared = declaring(
         extra="cuda", graph=GraphLevel.DECODE, phases=frozenset({"prefill", "mixed", "decode", "verify"}),
         tree_mask=True, features=frozenset({"f"}), device_kinds=frozenset({"k"}), emulated_on=frozenset({"k"}),
-        contract_tested_on=frozenset({"k"}), contract_tested_with="vendor-kernels 1.2", decode_qo_len=3, not_together=(("sinks", "return_lse"),),
+        contract_tested_on=frozenset({"k"}), contract_tested_with="vendor-kernels 1.2", decode_qo_len=3,
+        not_together=(("sinks", "return_lse"),), num_qo_heads=IntSet(maximum=256),
     )  # fmt: skip
     rows = {check.capability for check in backend_contract.checks(of_class(declared))}
     rows |= {check.capability for check in backend_contract.checks(of_class(Plain))}

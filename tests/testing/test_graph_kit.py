@@ -430,3 +430,12 @@ def test_checks_are_named_once_and_the_same_in_every_run():
     assert names == [check.id for check in checks(Everything, DEVICE)]
     assert {check.tier for check in checks(Everything, DEVICE)} == {"graph"}
     assert {check.capability for check in checks(Everything, DEVICE)} == {"graph"}
+
+
+def test_features_that_are_declared_not_to_go_with_graphs_are_not_replayed():
+    declared = dataclasses.replace(Everything.capabilities, not_together=(("graph", "sinks"), ("return_lse", "graph")))
+    backend = type("Apart", (Everything,), {"capabilities": declared})
+    device = Platform(kind="test", vendor="any", name="any", arch="any", torch_device="cpu", graph=GraphLevel.ALWAYS)
+    names = [check.name for check in checks(backend, device)]
+    assert any("alibi" in name for name in names)
+    assert not any("sinks" in name or "LSE" in name or "return_lse" in name for name in names)

@@ -271,6 +271,14 @@ def test_a_pair_that_no_variant_could_hold_gets_one_of_its_own():
     assert {spec.dtype for spec in with_sinks} == {"bfloat16"}
 
 
+def test_graphs_meet_no_feature_that_is_declared_not_to_go_with_them():
+    (found,) = matrices(dataclasses.replace(COMPILED, not_together=(("graph", "sinks"),)))
+    with_sinks = [cell for cell in found.cells if cell.case.spec.sinks]
+    assert with_sinks
+    assert {cell.graph for cell in with_sinks} == {GraphLevel.NEVER}
+    assert {cell.graph for cell in found.cells} > {GraphLevel.NEVER}
+
+
 def test_a_value_that_goes_with_nothing_is_left_out_as_a_whole():
     of_heads, of_latents = matrices(SEVERAL)
     (left_out,) = [each for each in of_latents.left_out if len(each.values) == 1]

@@ -232,6 +232,14 @@ def test_everything_that_is_not_declared_is_tried():
     assert not {("head_dims", "64"), ("group_sizes", "1"), ("page_sizes", "16"), ("causal", "True")} & found
 
 
+def test_a_pair_with_graphs_is_tried_by_the_checks_of_graphs():
+    pairs = (("graph", "sinks"), ("sinks", "return_lse"))
+    declared = dataclasses.replace(ReferenceBackend.capabilities, graph=GraphLevel.DECODE, not_together=pairs)
+    found = {each.value: each.checks for each in attempts(declared, CPU) if each.field == "not_together"}
+    assert found["graph and sinks"] is not None
+    assert found["sinks and return_lse"] is None
+
+
 def test_what_declares_everything_leaves_nothing_to_try():
     assert tried(ReferenceBackend.capabilities) == set()
 

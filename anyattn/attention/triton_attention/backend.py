@@ -104,7 +104,8 @@ class TritonBackend(AttentionBackend):
         needs_finite_tails=True,
         priority=_priority,
         run_on=frozenset({"sm90"}),
-        contract_tested_on=frozenset(tuning.TUNINGS) - {"sm90", "pvc", "bmg_g21", "bmg_g31"},  # interpreted, and compiled
+        # Interpreted, and compiled.
+        contract_tested_on=frozenset(tuning.TUNINGS) - {"sm90", "pvc", "bmg_g21", "bmg_g31"},
     )
     uses_gluon: ClassVar[bool] = True
     """Whether kernels in Gluon serve what they are written for, and plain Triton only the rest."""

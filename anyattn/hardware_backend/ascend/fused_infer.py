@@ -1,7 +1,8 @@
-"""torch-npu's fused infer attention, in its two versions: what is passed of a step, its mask, and its calls in graphs.
+"""torch-npu's fused infer attention, in its two versions: a step's calls, their mask, and those in graphs.
 
 The operators take lengths as lists on the host, which a device graph has in it for good. torch-npu lets a captured
 operator be given others: it is captured as a task group, and `GraphTasks` writes its arguments anew before a replay.
+In graphs there is no LSE: the form that writes to given tensors has one for later versions only, by its documentation.
 
 Sources: torch-npu 2.14.0 (_op_plugin_docs.py, npu/graphs.py); Ascend/op-plugin, docs/context (graph_task_update_begin).
 """
@@ -9,18 +10,27 @@ Sources: torch-npu 2.14.0 (_op_plugin_docs.py, npu/graphs.py); Ascend/op-plugin,
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.layer_views import LayerViews
+from anyattn.attention.sinks import join_sinks
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     import torch_npu
 
+    from anyattn.attention.batch import Batch
+    from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import LayerKV
+    from anyattn.mem_cache.spec import CacheSpec
+    from anyattn.platforms.base import Platform
 else:
     torch = lazy_import("torch")
     torch_npu = lazy_import("torch_npu")
@@ -28,10 +38,11 @@ else:
 _MASK_SIZE = 2048
 _CAUSAL, _NO_MASK = 3, 0  # sparse_mode: aligned bottom-right, with the mask of that size; nothing masked
 _MOST_ELEMENTS = (1 << 31) - 1
-_MOST_KV_WIDTH = 65535
-_MOST_QO_HEADS = 256
+_MOST_DECODE_KEYS = 262144
 MOST_SEQS = 4096
-"""In one call with queries of several lengths: elements of its lists of lengths."""
+"""In one call in layout TND: elements of its lists of lengths."""
+MOST_TOKENS = 1 << 20
+"""In one call in layout TND."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +100,24 @@ class Call:
     """One call of an operator: some sequences of a step.
 
     rows: tokens of q. block_table: [num_seqs, max_pages], int32. q_lens, kv_lens: of each sequence, as the operator
-    wants them. qo_len: new tokens of each sequence, where all have as many. masked: whether causality hides a key.
+    wants them. max_qo_len: the most new tokens of a sequence. mask: where causality hides a key.
     """
 
     rows: slice
     block_table: torch.Tensor
     q_lens: list[int]
     kv_lens: list[int]
-    qo_len: int | None
-    masked: bool
+    max_qo_len: int
+    mask: torch.Tensor | None
 
-    def arguments(self, operator: Operator, query: torch.Tensor) -> dict[str, Any]:
-        """Those of the step; `query` is there for its device."""
+    def arguments(self, operator: Operator) -> dict[str, Any]:
+        """Those of the step."""
         return {
             operator.q_lens: self.q_lens,
             operator.kv_lens: self.kv_lens,
             "block_table": self.block_table,
-            "sparse_mode": _CAUSAL if self.masked else _NO_MASK,
-            "atten_mask": _causal_mask(query.device) if self.masked else None,
+            "sparse_mode": _NO_MASK if self.mask is None else _CAUSAL,
+            "atten_mask": self.mask,
         }
 
 
@@ -115,7 +126,6 @@ class Plan:
     """One step's calls. tasks: of a graph, whose step is one call."""
 
     calls: list[Call]
-    num_tokens: int
     tasks: GraphTasks | None = None
 
 
@@ -143,10 +153,8 @@ class GraphTasks:
     workspace: torch.Tensor | None = None
     stream: Any = None
 
-    def run(
-        self, kv: LayerKV, arguments: dict[str, Any], shapes: tuple[list[int], list[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's call, which is updated from now on where it is captured. shapes: of output and LSE.
+    def run(self, kv: LayerKV, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's call, which is updated from now on where it is captured.
 
         kv: the layer's pages, by which a second capture takes the place of the first.
         """
@@ -154,8 +162,8 @@ class GraphTasks:
         if not npu.is_current_stream_capturing():
             return self.operator(arguments)
         with torch.inference_mode(False):  # what is made in that mode could not be written in an update outside of it
-            out = torch.empty(shapes[0], dtype=query.dtype, device=query.device)
-            lse = torch.empty(shapes[1], dtype=torch.float32, device=query.device)
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            lse = torch.empty(1, dtype=torch.float32, device=query.device)
             if self.workspace is None:  # shared by the layers, which run one after the other
                 self.workspace = self.operator.workspace(arguments)
         stream = npu.current_stream(self.device)
@@ -183,19 +191,108 @@ class GraphTasks:
         current.wait_stream(self.stream)
 
 
-def graph_kv_lens(kv_lens: list[int], qo_len: int) -> list[int]:
+class FusedInferBackend(AttentionBackend):
+    """What all that call one of the versions share; in a graph a step is one call. A sink joins the output by the LSE.
+
+    layout: the operator's, of the query.
+    """
+
+    operator: ClassVar[Operator]
+    layout: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
+        super().__init__(spec, cache, platform)
+        self._wants_lse = spec.return_lse or spec.sinks
+        self._views = LayerViews(self._pages)
+        self._fixed: dict[str, Any] = {
+            self.operator.num_qo_heads: spec.num_qo_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            self.operator.scale: spec.scale,
+            "block_size": cache.page_size,
+            self.operator.return_lse: self._wants_lse,
+            "input_layout": self.layout,
+        }
+
+    def plan(self, batch: Batch) -> Plan:
+        calls = list(self._calls(batch))
+        for call in calls:
+            _require_decode_keys(call.max_qo_len, max(call.kv_lens))
+        return Plan(calls=calls)
+
+    def _calls(self, batch: Batch) -> Iterator[Call]:
+        raise NotImplementedError
+
+    def init_graph(self, batch: Batch) -> Plan:
+        each = batch.max_qo_len
+        _require_decode_keys(each, batch.max_kv_len)
+        call = Call(
+            rows=slice(0, batch.num_tokens),
+            block_table=batch.block_table,
+            q_lens=self._q_lens([each] * batch.num_seqs),
+            kv_lens=_graph_kv_lens([0] * batch.num_seqs, each),
+            max_qo_len=each,
+            mask=self._mask(batch, each),
+        )
+        return Plan(calls=[call], tasks=GraphTasks(operator=self.operator, device=batch.block_table.device))
+
+    def refresh_graph(self, plan: Any, batch: Batch) -> None:
+        (call,) = plan.calls
+        call.kv_lens[:] = _graph_kv_lens(batch.host.kv_lens.tolist(), call.max_qo_len)
+        plan.tasks.update(list(call.kv_lens))
+
+    def _q_lens(self, qo_lens: list[int]) -> list[int]:
+        """As the operator wants them: in layout TND where each sequence's tokens end."""
+        return list(itertools.accumulate(qo_lens))
+
+    def _mask(self, batch: Batch, max_qo_len: int) -> torch.Tensor | None:
+        return _causal_mask(batch.block_table.device) if self.spec.causal and max_qo_len > 1 else None
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        plan: Any,
+        out: None,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pages = self._views.of(kv)
+        results = []
+        for call in plan.calls:
+            tensors = self._tensors(q[call.rows], call, pages)
+            arguments = {**tensors, **self._fixed, **call.arguments(self.operator)}
+            result, lse = self.operator(arguments) if plan.tasks is None else plan.tasks.run(kv, arguments)
+            result = result.view(-1, *result.shape[-2:])
+            results.append((result, self._by_token(lse) if self._wants_lse else None))
+        result, lse = results[0] if len(results) == 1 else _joined(results)
+        if sinks is not None and lse is not None:
+            join_sinks(result, lse, sinks)
+        return result, lse if self.spec.return_lse else None
+
+    @staticmethod
+    def _pages(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values as [num_pages, page_size, num_kv_heads * dim], as the operators take NHD."""
+        require_addressable(kv)
+        return kv.k.flatten(2), kv.v.flatten(2)
+
+    def _tensors(self, q: torch.Tensor, call: Call, pages: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+        """Of tokens [num_tokens, num_qo_heads, head_dim] the query as the operator wants it, with keys and values."""
+        return {"query": q, "key": pages[0], "value": pages[1]}
+
+    def _by_token(self, lse: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_qo_heads]."""
+        return lse.squeeze(2)
+
+
+def _joined(results: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    lses = [lse for _, lse in results if lse is not None]
+    return torch.cat([result for result, _ in results]), torch.cat(lses) if lses else None
+
+
+def _graph_kv_lens(kv_lens: list[int], qo_len: int) -> list[int]:
     """A graph's step: sequences of padding see as many tokens of the null page as they have new ones."""
     return [max(length, qo_len) for length in kv_lens]
-
-
-def paged_views() -> LayerViews:
-    """A layer's keys and values as [num_pages, page_size, num_kv_heads * dim], as the operators take NHD."""
-    return LayerViews(_joined_heads)
-
-
-def _joined_heads(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-    require_addressable(kv)
-    return kv.k.flatten(2), kv.v.flatten(2)
 
 
 def require_addressable(kv: LayerKV) -> None:
@@ -207,10 +304,9 @@ def require_addressable(kv: LayerKV) -> None:
         )
 
 
-def require_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raises ContractError for more heads than the operators take."""
-    if num_qo_heads > _MOST_QO_HEADS or num_kv_heads * head_dim > _MOST_KV_WIDTH:
+def _require_decode_keys(max_qo_len: int, max_kv_len: int) -> None:
+    if max_qo_len == 1 and max_kv_len > _MOST_DECODE_KEYS:
         raise ContractError(
-            f"fused infer attention takes up to {_MOST_QO_HEADS} query heads, and {_MOST_KV_WIDTH} elements of all KV "
-            f"heads, not {num_qo_heads} and {num_kv_heads} of {head_dim}: divide the heads among more devices."
+            f"fused infer attention takes up to {_MOST_DECODE_KEYS} keys of sequences with one new token each, not "
+            f"{max_kv_len}: set decode_backend='torch_native'."
         )

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
-from anyattn.attention.layer_views import LayerViews
 from anyattn.errors import ContractError
+from anyattn.hardware_backend.ascend import SERVERS
 from anyattn.hardware_backend.ascend.fused_infer import (
     MOST_SEQS,
     V2,
     Call,
-    GraphTasks,
+    FusedInferBackend,
     Plan,
-    graph_kv_lens,
     require_addressable,
 )
 from anyattn.lazy import lazy_import
@@ -33,24 +31,19 @@ if TYPE_CHECKING:
     import torch
 
     from anyattn.attention.batch import Batch
-    from anyattn.attention.spec import AttentionSpec
     from anyattn.mem_cache.base import LayerKV
-    from anyattn.mem_cache.spec import CacheSpec
-    from anyattn.platforms.base import Platform
 else:
     np = lazy_import("numpy")
-    torch = lazy_import("torch")
 
-_ARCHS = frozenset({"ascend910b", "ascend910_93"})
 _MOST_QO_LEN = 16
 
 
-class FusedInferAttentionMLABackend(AttentionBackend):
+class FusedInferAttentionMLABackend(FusedInferBackend):
     """Absorbed MLA in every phase. Layout NZ wants pages of 128 tokens."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"ascend"}),
-        archs=_ARCHS,
+        archs=SERVERS,
         packages=("torch>=2.9", "torch-npu>=2.9"),
         extra="ascend",
         dtypes=frozenset({"bfloat16", "float16"}),
@@ -62,28 +55,16 @@ class FusedInferAttentionMLABackend(AttentionBackend):
         decode_qo_len=_MOST_QO_LEN,
         lse=True,
         graph=GraphLevel.UNIFORM,
+        not_together=(("graph", "return_lse"),),
         allocates_out=True,
         needs_finite_tails=True,
         priority=60,
-        contract_tested_on=_ARCHS,
+        contract_tested_on=SERVERS,
         contract_tested_with="torch-npu 2.14.0",
     )
 
-    def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
-        super().__init__(spec, cache, platform)
-        self._rank = spec.vo_head_dim
-        self._views = LayerViews(_latents_and_rope)
-        self._fixed = {
-            V2.num_qo_heads: spec.num_qo_heads,
-            "num_key_value_heads": 1,
-            V2.scale: spec.scale,
-            "block_size": cache.page_size,
-            V2.return_lse: spec.return_lse,
-            "input_layout": "TND",
-        }
-
-    def plan(self, batch: Batch) -> Plan:
-        return Plan(calls=list(self._calls(batch)), num_tokens=batch.num_tokens)
+    operator = V2
+    layout = "TND"
 
     def _calls(self, batch: Batch) -> Iterator[Call]:
         """Of pieces of 1 to 16 new tokens."""
@@ -104,8 +85,8 @@ class FusedInferAttentionMLABackend(AttentionBackend):
                 block_table=table[first:stop],
                 q_lens=(ends[first:stop] - begin).tolist(),
                 kv_lens=kv_lens[first:stop].tolist(),
-                qo_len=None,
-                masked=int(each.max()) > 1,
+                max_qo_len=int(each.max()),
+                mask=self._mask(batch, int(each.max())),
             )
 
     def init_graph(self, batch: Batch) -> Plan:
@@ -115,60 +96,17 @@ class FusedInferAttentionMLABackend(AttentionBackend):
                 f"a graph of MLA on Ascend serves up to {_MOST_QO_LEN} new tokens for each sequence, not {each}: "
                 "capture one for fewer."
             )
-        call = Call(
-            rows=slice(0, batch.num_tokens),
-            block_table=batch.block_table,
-            q_lens=list(range(each, batch.num_tokens + 1, each)),
-            kv_lens=graph_kv_lens([0] * batch.num_seqs, each),
-            qo_len=each,
-            masked=each > 1,
-        )
-        tasks = GraphTasks(operator=V2, device=batch.block_table.device)
-        return Plan(calls=[call], num_tokens=batch.num_tokens, tasks=tasks)
+        return super().init_graph(batch)
 
-    def refresh_graph(self, plan: Any, batch: Batch) -> None:
-        (call,) = plan.calls
-        call.kv_lens[:] = graph_kv_lens(batch.host.kv_lens.tolist(), call.qo_len)
-        plan.tasks.update(list(call.kv_lens))
+    @staticmethod
+    def _pages(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents and rope parts, [num_pages, 1, dim / 16, page_size, 16] each."""
+        require_addressable(kv)
+        assert kv.rope is not None  # in layout NZ
+        return kv.k, kv.rope
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: LayerKV,
-        plan: Any,
-        out: None,
-        *,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        latents, rope = self._views.of(kv)
-        results, lses = [], []
-        for call in plan.calls:
-            query, query_rope = q[call.rows].split_with_sizes([self._rank, q.shape[2] - self._rank], dim=2)
-            arguments = {
-                "query": query.contiguous(),
-                "key": latents,
-                "value": latents,
-                "query_rope": query_rope.contiguous(),
-                "key_rope": rope,
-                **self._fixed,
-                **call.arguments(V2, q),
-            }
-            if plan.tasks is not None:
-                shapes = (list(query.shape), [*query.shape[:2], 1] if self.spec.return_lse else [1])
-                result, lse = plan.tasks.run(kv, arguments, shapes)
-            else:
-                result, lse = V2(arguments)
-            results.append(result)
-            lses.append(lse)
-        result = results[0] if len(results) == 1 else torch.cat(results)
-        if not self.spec.return_lse:
-            return result, None
-        return result, (lses[0] if len(lses) == 1 else torch.cat(lses)).squeeze(2)
-
-
-def _latents_and_rope(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_pages, 1, dim / 16, page_size, 16] each."""
-    require_addressable(kv)
-    assert kv.rope is not None  # in layout NZ
-    return kv.k, kv.rope
+    def _tensors(self, q: torch.Tensor, call: Call, pages: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+        rank = self.spec.vo_head_dim
+        query, query_rope = q.split_with_sizes([rank, q.shape[2] - rank], dim=2)
+        rope = {"query_rope": query_rope.contiguous(), "key_rope": pages[1]}
+        return {"query": query.contiguous(), "key": pages[0], "value": pages[0], **rope}

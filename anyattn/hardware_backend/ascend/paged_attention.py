@@ -70,7 +70,7 @@ class NPUPagedAttentionBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
-        self._views = LayerViews(_joined_heads)
+        self._views = LayerViews(_pieces_of_all_heads)
 
     def plan(self, batch: Batch) -> list[_Call]:
         table, kv_lens = batch.block_table, batch.kv_lens
@@ -112,6 +112,6 @@ class NPUPagedAttentionBackend(AttentionBackend):
             )
 
 
-def _joined_heads(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+def _pieces_of_all_heads(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
     """[num_pages, num_kv_heads * head_dim / 16, page_size, 16] each."""
     return kv.k.flatten(1, 2), kv.v.flatten(1, 2)

@@ -1,7 +1,8 @@
 """KV pools whose stores are torch-npu's: heads in NHD and MLA in NZ for Atlas A2 and A3, heads in NZ for the 310P.
 
-The operators write every slot that they are given, those of the null page too, which is then zeroed again; slots that
-are there several times, as only such are, may get any of their tokens.
+The operators write every slot that they are given, those of the null page too, which is then zeroed again. Only such
+slots are there several times. That is documented to be without a guarantee for `npu_scatter_pa_kv_cache`: it is assumed
+that these slots get anything, and that the others get their tokens.
 
 Sources: torch-npu 2.14.0 (_op_plugin_docs.py, `npu_scatter_pa_kv_cache`; include/.../AtbOpsInterface.h); CANN, "ATB",
 ReshapeAndCacheOperation.
@@ -13,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anyattn.errors import ContractError
+from anyattn.hardware_backend.ascend import SERVERS
 from anyattn.hardware_backend.ascend.element_pages import ElementMover, zero_tails
 from anyattn.lazy import lazy_import
 from anyattn.mem_cache.base import LayerKV, PoolCapabilities
@@ -30,11 +32,29 @@ else:
     torch_npu = lazy_import("torch_npu")
 
 _DEVICE_KINDS = frozenset({"ascend"})
-_SERVERS = frozenset({"ascend910b", "ascend910_93"})
 _DTYPES = frozenset({"bfloat16", "float16"})
 _FRACTAL_NZ = 29
 """ACL_FORMAT_FRACTAL_NZ, as `npu_format_cast` takes it."""
 _MOST_SLOTS = (1 << 31) - 1
+
+
+class _Int32Slots:
+    """A step's slots as int32, made for its first layer.
+
+    They are made again where layers begin anew, as the same tensor may hold another step's by then, and where a capture
+    begins, as a graph has to make its own.
+    """
+
+    def __init__(self) -> None:
+        self._given: torch.Tensor | None = None
+        self._layer, self._captured = -1, False
+
+    def of(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        captured = torch_npu.npu.is_current_stream_capturing()
+        if slots is not self._given or layer <= self._layer or captured != self._captured:
+            self._given, self._made, self._captured = slots, slots.int(), captured
+        self._layer = layer
+        return self._made
 
 
 def _require_slots(cache: CacheSpec, num_pages: int) -> None:
@@ -48,12 +68,13 @@ class AscendMHAPool(MHAPool):
     """Keys and values of heads on Atlas A2 and A3."""
 
     capabilities: ClassVar[PoolCapabilities] = PoolCapabilities(
-        device_kinds=_DEVICE_KINDS, archs=_SERVERS, kind="mha", kv_dtypes=_DTYPES, layouts=("NHD",), priority=1
+        device_kinds=_DEVICE_KINDS, archs=SERVERS, kind="mha", kv_dtypes=_DTYPES, layouts=("NHD",), priority=1
     )
 
     def __init__(self, cache: CacheSpec, num_pages: int, device: Any) -> None:
         _require_slots(cache, num_pages)
         super().__init__(cache, num_pages, device)
+        self._slots = _Int32Slots()
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
         assert v is not None
@@ -63,7 +84,7 @@ class AscendMHAPool(MHAPool):
             value=_stored_as(kv.v, v),
             key_cache=kv.k,
             value_cache=kv.v,
-            slot_indices=slots.int(),
+            slot_indices=self._slots.of(layer, slots),
         )
         _zero_null_page(kv)
 
@@ -72,7 +93,7 @@ class AscendMLAPool(MLAPool):
     """MLA's latents and rope parts on Atlas A2 and A3."""
 
     capabilities: ClassVar[PoolCapabilities] = PoolCapabilities(
-        device_kinds=_DEVICE_KINDS, archs=_SERVERS, kind="mla", kv_dtypes=_DTYPES, layouts=("NZ",), priority=1
+        device_kinds=_DEVICE_KINDS, archs=SERVERS, kind="mla", kv_dtypes=_DTYPES, layouts=("NZ",), priority=1
     )
 
     def __init__(self, cache: CacheSpec, num_pages: int, device: Any) -> None:
@@ -90,7 +111,7 @@ class AscendMLAPool(MLAPool):
             value=_stored_as(kv.rope, rope.unsqueeze(1)),
             key_cache=kv.k.squeeze(1),
             value_cache=kv.rope.squeeze(1),
-            slot_mapping=slots.int(),
+            slot_mapping=slots.contiguous(),
         )
         _zero_null_page(kv)
 

@@ -20,7 +20,7 @@ from anyattn.attention.sinks import join_sinks
 from anyattn.attention.window import table_within_window
 from anyattn.errors import ContractError
 from anyattn.lazy import lazy_import
-from anyattn.types import IntSet, ints
+from anyattn.types import OCP_FP8_DTYPES, IntSet, ints
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,6 @@ else:
     flash_attn = lazy_import("vllm_xpu_kernels.flash_attn_interface")
 
 _ARCHS = frozenset({"pvc", "bmg_g21", "bmg_g31"})
-_FP8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 _MOST_POOL_TOKENS = 1 << 24
 """Rows of a surface that Xe2's block loads address; one layer's pages are one surface."""
 
@@ -62,7 +61,7 @@ class IntelXPUBackend(AttentionBackend):
         packages=("torch>=2.9", "vllm-xpu-kernels>=0.1.16.2"),
         extra="xpu",
         dtypes=frozenset({"bfloat16", "float16"}),
-        kv_dtypes=_FP8,
+        kv_dtypes=OCP_FP8_DTYPES,
         head_dims=ints(64, 96, 128, 256),
         group_sizes=IntSet(maximum=8),
         page_sizes=IntSet(minimum=64, multiple_of=64),
@@ -90,16 +89,17 @@ class IntelXPUBackend(AttentionBackend):
             "window_size": [left, -1 if left < 0 else 0],
             "return_softmax_lse": spec.return_lse or spec.sinks,
         }
-        self._is_fp8 = spec.storage_dtype in _FP8
+        self._is_fp8 = spec.storage_dtype in OCP_FP8_DTYPES
         self._views = LayerViews(self._pages)
 
     def _pages(self, kv: LayerKV) -> dict[str, Any]:
         """A layer's pages, and scales as the kernels read them. Raises ContractError for too large a pool."""
         tokens = kv.k.shape[0] * kv.k.shape[1]
         if tokens > _MOST_POOL_TOKENS:
+            most = _MOST_POOL_TOKENS // kv.k.shape[1] - 1  # but for the null page
             raise ContractError(
-                f"{type(self).__name__} reads pools of up to {_MOST_POOL_TOKENS} tokens, not of {tokens}: create the "
-                "runtime with fewer pages, or name another backend."
+                f"{type(self).__name__} reads pools of up to {_MOST_POOL_TOKENS} tokens, not of {tokens}: give "
+                f"num_pages={most} or fewer, or backend='triton'."
             )
         pages: dict[str, Any] = {"k": kv.k, "v": kv.v}
         if self._is_fp8:

@@ -9,6 +9,7 @@ from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.layer_views import LayerViews
 from anyattn.hardware_backend.rocm.batch_prefill import BatchPrefill
 from anyattn.hardware_backend.rocm.token_slots import rows_of
+from anyattn.hardware_backend.rocm.wheel import ARCHS, CONTRACT_TESTED_WITH, PACKAGES
 from anyattn.types import ANY_INT, GraphLevel, Load, Role, ints
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class AiterBackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"rocm"}),
-        archs=frozenset({"gfx942", "gfx950"}),
-        packages=("torch>=2.9", "amd-aiter>=0.1.7.post2.dev18"),
+        archs=ARCHS,
+        packages=PACKAGES,
         extra="rocm",
         dtypes=frozenset({"bfloat16", "float16"}),
         head_dims=ints(128),
@@ -49,8 +50,8 @@ class AiterBackend(AttentionBackend):
         lse=True,
         graph=GraphLevel.ALWAYS,
         priority=_priority,
-        contract_tested_on=frozenset({"gfx942", "gfx950"}),
-        contract_tested_with="amd-aiter 0.1.7.post2.dev18",
+        contract_tested_on=ARCHS,
+        contract_tested_with=CONTRACT_TESTED_WITH,
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:

@@ -15,6 +15,7 @@ from anyattn.attention.layer_views import LayerViews
 from anyattn.hardware_backend.rocm.batch_prefill import BatchPrefill
 from anyattn.hardware_backend.rocm.single_token import SingleToken
 from anyattn.hardware_backend.rocm.token_slots import countable, rows_of
+from anyattn.hardware_backend.rocm.wheel import ARCHS, CONTRACT_TESTED_WITH, PACKAGES
 from anyattn.lazy import lazy_import
 from anyattn.types import GraphLevel, IntSet, Load, Role, ints
 
@@ -38,6 +39,15 @@ def _priority(platform: Platform, spec: AttentionSpec, role: Role, load: Load) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Decode:
+    """q: [num_seqs, num_qo_heads, head_dim], where layers one after the other put their scaled queries; None where the
+    kernels' scale is the spec's."""
+
+    step: SingleToken
+    q: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prefill:
     """pages: [n], int32, of all sequences, in the order in which their copies lie."""
 
@@ -54,8 +64,8 @@ class AiterAsmBackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"rocm"}),
-        archs=frozenset({"gfx942", "gfx950"}),
-        packages=("torch>=2.9", "amd-aiter>=0.1.7.post2.dev18"),
+        archs=ARCHS,
+        packages=PACKAGES,
         extra="rocm",
         dtypes=frozenset({"bfloat16", "float16"}),
         head_dims=ints(128),
@@ -68,27 +78,32 @@ class AiterAsmBackend(AttentionBackend):
         contiguous_q=True,
         needs_finite_tails=True,
         priority=_priority,
-        contract_tested_on=frozenset({"gfx942", "gfx950"}),
-        contract_tested_with="amd-aiter 0.1.7.post2.dev18",
+        contract_tested_on=ARCHS,
+        contract_tested_with=CONTRACT_TESTED_WITH,
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
         super().__init__(spec, cache, platform)
+        self._factor = spec.scale * spec.head_dim**0.5
         self._views = LayerViews(lambda kv: (countable(kv.k), countable(kv.v)))
 
-    def plan(self, batch: Batch) -> SingleToken | _Prefill:
+    def plan(self, batch: Batch) -> _Decode | _Prefill:
         if batch.phase == "decode":
-            return SingleToken(batch, None)
+            return self._decode(SingleToken(batch, None))
         column = torch.arange(batch.block_table.shape[1], dtype=torch.int32, device=batch.kv_indptr.device)
         # Where a sequence's pages lie among the copies; of one without tokens, any.
         copies = (batch.kv_indptr[:-1, None] + column).clamp_(max=batch.kv_indices.shape[0] - 1)
         return _Prefill(pages=batch.kv_indices, step=BatchPrefill(batch, block_table=copies))
 
-    def init_graph(self, batch: Batch) -> SingleToken:
-        return SingleToken(batch, None, for_graph=True)
+    def init_graph(self, batch: Batch) -> _Decode:
+        return self._decode(SingleToken(batch, None, for_graph=True))
 
-    def refresh_graph(self, plan: SingleToken, batch: Batch) -> None:
-        plan.refresh(batch)
+    def refresh_graph(self, plan: _Decode, batch: Batch) -> None:
+        plan.step.refresh(batch)
+
+    def _decode(self, step: SingleToken) -> _Decode:
+        is_scaled = abs(self._factor - 1.0) >= 1e-6
+        return _Decode(step=step, q=step.buffer_like_q(self.spec) if is_scaled else None)
 
     def run(
         self,
@@ -106,14 +121,14 @@ class AiterAsmBackend(AttentionBackend):
             plan.step.attend(spec, q, k, v, out)
             return None
         k, v = self._views.of(kv)
-        factor = spec.scale * spec.head_dim**0.5
+        table = plan.step.block_table
         aiter.pa_fwd_asm(
-            Q=q if abs(factor - 1.0) < 1e-6 else q * factor,
+            Q=q if plan.q is None else torch.mul(q, self._factor, out=plan.q),
             K=k,
             V=v,
-            block_tables=plan.block_table,
-            context_lens=plan.kv_lens,
-            block_tables_stride0=plan.block_table.stride(0),
+            block_tables=table,
+            context_lens=plan.step.kv_lens,
+            block_tables_stride0=table.stride(0),
             out_=out,
         )
         return None

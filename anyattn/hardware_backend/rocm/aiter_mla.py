@@ -1,6 +1,7 @@
 """AMD's aiter for decode of MLA: `mla_decode_fwd` over slots of single tokens, with its work divided once a step.
 
-Its functions are found with one of two lists of parameters, and are called by name where that serves both:
+Its functions are found with one of two lists of parameters, the wheel's and that of the repository since (checked at
+its commit 0056982), and are called by name where that serves both:
 
 - `mla_decode_fwd` takes `sm_scale` behind `max_seqlen_q` in amd-aiter 0.1.7.post2, and `page_size` and `nhead_kv`
   between them in the repository since.
@@ -19,8 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.layer_views import LayerViews
+from anyattn.hardware_backend.rocm.guarded_queries import GUARD, GuardedQueries
 from anyattn.hardware_backend.rocm.scales import scale_on_device
 from anyattn.hardware_backend.rocm.token_slots import TokenSlots, rows_of
+from anyattn.hardware_backend.rocm.wheel import CDNA3, CDNA4, CONTRACT_TESTED_WITH, PACKAGES
 from anyattn.lazy import lazy_import
 from anyattn.types import ANY_INT, FP8_DTYPES, KV_LAYOUTS, GraphLevel, IntSet
 
@@ -43,12 +46,10 @@ _GRANULARITY = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """qo_indptr: [num_seqs + 1], int32. last_page_lens: [num_seqs], int32, ones. work: `mla_decode_fwd`'s tensors of
-    the division, by its names for them."""
+    """work: `mla_decode_fwd`'s tensors of the division, by its names for them."""
 
     slots: TokenSlots
-    qo_indptr: torch.Tensor
-    last_page_lens: torch.Tensor
+    queries: GuardedQueries
     work: dict[str, torch.Tensor]
 
 
@@ -58,12 +59,15 @@ class AiterMLABackend(AttentionBackend):
     Of the vendor's two ways to divide the work it is the persistent one: the other keeps its tensor of the division in
     a cache of one entry, from which the next batch throws what a graph reads. The persistent kernels compute 16 heads
     at a time; 128 they have in fp8 only.
+
+    Whether these binaries load keys behind a sequence's end is not told. The division takes sequences to lie one behind
+    the other, so that what separates them is a sequence too, of `GUARD` keys and a query whose result is thrown away.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"rocm"}),
-        archs=frozenset({"gfx942"}),
-        packages=("torch>=2.9", "amd-aiter>=0.1.7.post2.dev18"),
+        archs=CDNA3,
+        packages=PACKAGES,
         extra="rocm",
         dtypes=frozenset({"bfloat16"}),
         kv_dtypes=frozenset({"float8_e4m3fnuz"}),
@@ -77,8 +81,8 @@ class AiterMLABackend(AttentionBackend):
         graph=GraphLevel.DECODE,
         contiguous_q=True,
         priority=70,
-        contract_tested_on=frozenset({"gfx942"}),
-        contract_tested_with="amd-aiter 0.1.7.post2.dev18",
+        contract_tested_on=CDNA3,
+        contract_tested_with=CONTRACT_TESTED_WITH,
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
@@ -108,10 +112,11 @@ class AiterMLABackend(AttentionBackend):
         self._divide_work(plan)
 
     def _planned(self, batch: Batch, *, for_graph: bool) -> _Plan:
-        slots = TokenSlots(batch, guard=0, for_graph=for_graph)
-        qo_indptr = torch.arange(batch.num_seqs + 1, dtype=torch.int32, device=slots.starts.device)
+        slots = TokenSlots(batch, guard=GUARD, for_graph=for_graph)
+        qo_indptr = torch.arange(batch.num_seqs + 1, dtype=torch.int32, device=slots.kv_lens.device)
+        queries = GuardedQueries(self.spec, qo_indptr, batch.num_seqs)
         needed = aiter.get_mla_metadata_info_v1(
-            batch_size=batch.num_seqs,
+            batch_size=slots.last_page_lens.shape[0],
             max_seqlen_qo=1,
             num_head_qo=self.spec.num_qo_heads,
             q_dtype=self._dtype,
@@ -126,21 +131,17 @@ class AiterMLABackend(AttentionBackend):
             name: torch.empty(shape, dtype=dtype, device=qo_indptr.device)
             for name, (shape, dtype) in zip(names, needed, strict=True)
         }
-        plan = _Plan(slots=slots, qo_indptr=qo_indptr, last_page_lens=torch.ones_like(slots.kv_lens), work=work)
+        plan = _Plan(slots=slots, queries=queries, work=work)
         self._divide_work(plan)
         return plan
 
     def _divide_work(self, plan: _Plan) -> None:
         work, further = plan.work, self._divide
-        dtypes: dict[str, torch.dtype] = {}
-        for names in (("dtype_q", "dtype_kv"), ("dtype_q_nope", "dtype_kv_nope")):
-            if names[0] in further:
-                dtypes = dict(zip(names, (self._dtype, self._stored), strict=True))
-                break
+        dtypes = {"dtype_q": self._dtype, "dtype_kv": self._stored} if "dtype_q" in further else {}
         aiter.get_mla_metadata_v1(
-            plan.qo_indptr,
-            plan.slots.starts,
-            *([plan.last_page_lens] if "kv_last_page_lens" in further else []),
+            plan.queries.qo_indptr,
+            plan.slots.kv_indptr,
+            *([plan.slots.last_page_lens] if "kv_last_page_lens" in further else []),
             self.spec.num_qo_heads,
             1,
             True,
@@ -168,20 +169,24 @@ class AiterMLABackend(AttentionBackend):
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         rows, scale = self._views.of(kv)
-        aiter.mla.mla_decode_fwd(
-            q=q,
-            kv_buffer=rows,
-            o=out,
-            qo_indptr=plan.qo_indptr,
-            kv_indptr=plan.slots.starts,
-            kv_indices=plan.slots.kv_indices,
-            kv_last_page_lens=plan.last_page_lens,
-            max_seqlen_q=1,
-            sm_scale=self.spec.scale,
-            num_kv_splits=0,  # as many as there are compute units; of None, newer ones make another kernel at times
-            **plan.work,
-            **scale,
-        )
+
+        def decode(q: torch.Tensor, o: torch.Tensor) -> None:
+            aiter.mla.mla_decode_fwd(
+                q=q,
+                kv_buffer=rows,
+                o=o,
+                qo_indptr=plan.queries.qo_indptr,
+                kv_indptr=plan.slots.kv_indptr,
+                kv_indices=plan.slots.kv_indices,
+                kv_last_page_lens=plan.slots.last_page_lens,
+                max_seqlen_q=1,
+                sm_scale=self.spec.scale,
+                num_kv_splits=0,  # as many as there are compute units; of None, newer ones make another kernel at times
+                **plan.work,
+                **scale,
+            )
+
+        plan.queries.attend(q, out, decode)
         return None
 
 
@@ -190,7 +195,7 @@ class AiterMLAOCPBackend(AiterMLABackend):
 
     capabilities: ClassVar[Capabilities] = dataclasses.replace(
         AiterMLABackend.capabilities,
-        archs=frozenset({"gfx950"}),
+        archs=CDNA4,
         kv_dtypes=frozenset({"float8_e4m3fn"}),
-        contract_tested_on=frozenset({"gfx950"}),
+        contract_tested_on=CDNA4,
     )

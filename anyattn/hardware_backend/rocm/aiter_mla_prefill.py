@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from anyattn.attention.backend import AttentionBackend
 from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.layer_views import LayerViews
+from anyattn.hardware_backend.rocm.guarded_queries import GUARD, GuardedQueries
 from anyattn.hardware_backend.rocm.token_slots import TokenSlots, rows_of
+from anyattn.hardware_backend.rocm.wheel import ARCHS, CONTRACT_TESTED_WITH, PACKAGES
 from anyattn.lazy import lazy_import
 from anyattn.types import ANY_INT, KV_LAYOUTS, ints
 
@@ -28,23 +30,22 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """last_page_lens: [num_seqs], int32, ones."""
-
-    batch: Batch
+    max_qo_len: int
     slots: TokenSlots
-    last_page_lens: torch.Tensor
+    queries: GuardedQueries
 
 
 class AiterMLAPrefillBackend(AttentionBackend):
     """For 16 heads and for 128, which it has kernels for; all of them are causal, and none is told to read fp8.
 
-    Not in graphs: what these binaries do with sequences without tokens is not told.
+    Not in graphs: what these binaries do with sequences without tokens is not told. Nor is whether they load keys
+    behind a sequence's end, so that a guard stands there, of `GUARD` keys and a query whose result is thrown away.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"rocm"}),
-        archs=frozenset({"gfx942", "gfx950"}),
-        packages=("torch>=2.9", "amd-aiter>=0.1.7.post2.dev18"),
+        archs=ARCHS,
+        packages=PACKAGES,
         extra="rocm",
         dtypes=frozenset({"bfloat16"}),
         mla_dims=frozenset({(512, 64)}),
@@ -55,8 +56,8 @@ class AiterMLAPrefillBackend(AttentionBackend):
         phases=frozenset({"prefill", "mixed"}),
         contiguous_q=True,
         priority=70,
-        contract_tested_on=frozenset({"gfx942", "gfx950"}),
-        contract_tested_with="amd-aiter 0.1.7.post2.dev18",
+        contract_tested_on=ARCHS,
+        contract_tested_with=CONTRACT_TESTED_WITH,
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
@@ -66,8 +67,8 @@ class AiterMLAPrefillBackend(AttentionBackend):
     def plan(self, batch: Batch) -> _Plan:
         if bool((batch.host.qo_lens == 0).any()):  # they have nothing to compute
             batch, _ = batch.of_sequences(batch.host.qo_lens.nonzero()[0])
-        slots = TokenSlots(batch, guard=0)
-        return _Plan(batch=batch, slots=slots, last_page_lens=torch.ones_like(slots.kv_lens))
+        queries = GuardedQueries(self.spec, batch.qo_indptr, batch.num_tokens)
+        return _Plan(max_qo_len=batch.max_qo_len, slots=TokenSlots(batch, guard=GUARD), queries=queries)
 
     def run(
         self,
@@ -79,15 +80,20 @@ class AiterMLAPrefillBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        aiter.mla.mla_prefill_fwd(
-            q=q,
-            kv_buffer=self._views.of(kv),
-            o=out,
-            qo_indptr=plan.batch.qo_indptr,
-            kv_indptr=plan.slots.starts,
-            kv_indices=plan.slots.kv_indices,
-            kv_last_page_lens=plan.last_page_lens,
-            max_seqlen_q=plan.batch.max_qo_len,
-            sm_scale=self.spec.scale,
-        )
+        rows = self._views.of(kv)
+
+        def prefill(q: torch.Tensor, o: torch.Tensor) -> None:
+            aiter.mla.mla_prefill_fwd(
+                q=q,
+                kv_buffer=rows,
+                o=o,
+                qo_indptr=plan.queries.qo_indptr,
+                kv_indptr=plan.slots.kv_indptr,
+                kv_indices=plan.slots.kv_indices,
+                kv_last_page_lens=plan.slots.last_page_lens,
+                max_seqlen_q=plan.max_qo_len,
+                sm_scale=self.spec.scale,
+            )
+
+        plan.queries.attend(q, out, prefill)
         return None

@@ -15,6 +15,7 @@ from anyattn.attention.capabilities import Capabilities
 from anyattn.attention.layer_views import LayerViews
 from anyattn.hardware_backend.rocm.scales import scale_on_device
 from anyattn.hardware_backend.rocm.single_token import SingleToken
+from anyattn.hardware_backend.rocm.wheel import CDNA3, CDNA4, CONTRACT_TESTED_WITH, PACKAGES
 from anyattn.lazy import lazy_import
 from anyattn.types import FP8_DTYPES, KV_LAYOUTS, GraphLevel, IntSet, ints
 
@@ -37,10 +38,12 @@ _PARTITION = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """workspace: uint8, of the partitions' outputs, sums and largest scores; layers use it one after the other."""
+    """What layers use one after the other. workspace: uint8, of the partitions' outputs, sums and largest scores.
+    q: [num_seqs, num_qo_heads, head_dim], for queries within the range of fp8; None where the cache has none."""
 
     step: SingleToken
     workspace: torch.Tensor
+    q: torch.Tensor | None
 
 
 class AiterPagedBackend(AttentionBackend):
@@ -53,8 +56,8 @@ class AiterPagedBackend(AttentionBackend):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_kinds=frozenset({"rocm"}),
-        archs=frozenset({"gfx942"}),
-        packages=("torch>=2.9", "amd-aiter>=0.1.7.post2.dev18"),
+        archs=CDNA3,
+        packages=PACKAGES,
         extra="rocm",
         dtypes=frozenset({"bfloat16", "float16"}),
         kv_dtypes=frozenset({"float8_e4m3fnuz"}),
@@ -76,8 +79,8 @@ class AiterPagedBackend(AttentionBackend):
         needs_finite_tails=True,
         not_together=(("logits_soft_cap", "sliding_window"), ("logits_soft_cap", "alibi")),
         priority=70,
-        contract_tested_on=frozenset({"gfx942"}),
-        contract_tested_with="amd-aiter 0.1.7.post2.dev18",
+        contract_tested_on=CDNA3,
+        contract_tested_with=CONTRACT_TESTED_WITH,
     )
 
     def __init__(self, spec: AttentionSpec, cache: CacheSpec, platform: Platform) -> None:
@@ -100,7 +103,7 @@ class AiterPagedBackend(AttentionBackend):
         parts = batch.num_seqs * spec.num_qo_heads * -(-step.max_kv_len // _PARTITION)
         part_bytes = spec.head_dim * 2 + 2 * 4  # an output of the query's dtype, two numbers of float32
         workspace = torch.empty(parts * part_bytes, dtype=torch.uint8, device=step.kv_lens.device)
-        return _Plan(step=step, workspace=workspace)
+        return _Plan(step=step, workspace=workspace, q=step.buffer_like_q(spec) if self._is_fp8 else None)
 
     def run(
         self,
@@ -114,9 +117,9 @@ class AiterPagedBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         spec, step = self.spec, plan.step
         k_scale, v_scale = self._scales.of(kv)
-        if self._is_fp8:  # the instruction that rounds q makes NaN of what is beyond the largest value
+        if plan.q is not None:  # the instruction that rounds q makes NaN of what is beyond the largest value
             largest = torch.finfo(kv.k.dtype).max
-            q = q.clamp(-largest, largest)
+            q = torch.clamp(q, -largest, largest, out=plan.q)
         aiter.paged_attention_v1(
             out=out,
             workspace_buffer=plan.workspace,
@@ -145,7 +148,7 @@ class AiterPagedOCPBackend(AiterPagedBackend):
 
     capabilities: ClassVar[Capabilities] = dataclasses.replace(
         AiterPagedBackend.capabilities,
-        archs=frozenset({"gfx950"}),
+        archs=CDNA4,
         kv_dtypes=frozenset({"float8_e4m3fn"}),
-        contract_tested_on=frozenset({"gfx950"}),
+        contract_tested_on=CDNA4,
     )

@@ -1,8 +1,8 @@
 """aiter's `mha_batch_prefill_func`: attention over keys that lie anywhere, one slot for each.
 
 Its kernels (Composable Kernel's `fmha_batch_prefill`, in the sources that amd-aiter 0.1.7.post2 ships) load tiles of
-128 keys by `kv_page_indices`, past a sequence's end too, and multiply the values there by 0. So a sequence without new
-tokens stands behind each, whose keys are the last one's again: what is loaded is then the sequence's own.
+128 keys by `kv_page_indices`, past a sequence's end too, and multiply the values there by 0. Guards without a query
+stand between the sequences (see `token_slots`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class BatchPrefill:
         self._slots = TokenSlots(batch, guard=READ_BEHIND, block_table=block_table, for_graph=for_graph)
         self._max_qo_len, self._max_kv_len = batch.max_qo_len, max(batch.max_kv_len, 1)
         with torch.inference_mode(False):
-            self._qo_indptr = batch.qo_indptr.new_zeros(2 * batch.num_seqs + 1)
-            self._kv_indptr = torch.zeros_like(self._qo_indptr)
+            self._qo_indptr = torch.zeros_like(self._slots.kv_indptr)
         self._fill(batch.qo_indptr)
 
     def refresh(self, batch: Batch) -> None:
@@ -41,10 +40,8 @@ class BatchPrefill:
         self._fill(batch.qo_indptr)
 
     def _fill(self, qo_indptr: torch.Tensor) -> None:
-        self._qo_indptr[0::2] = qo_indptr
+        self._qo_indptr[0::2] = qo_indptr[:-1]
         self._qo_indptr[1::2] = qo_indptr[1:]
-        self._kv_indptr[0::2] = self._slots.starts
-        self._kv_indptr[1::2] = self._slots.starts[:-1] + self._slots.kv_lens
 
     def attend(
         self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
@@ -55,7 +52,7 @@ class BatchPrefill:
             k=k,
             v=v,
             cu_seqlens_q=self._qo_indptr,
-            kv_indptr=self._kv_indptr,
+            kv_indptr=self._slots.kv_indptr,
             kv_page_indices=self._slots.kv_indices,
             max_seqlen_q=self._max_qo_len,
             max_seqlen_k=self._max_kv_len,

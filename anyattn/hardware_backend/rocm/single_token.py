@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from anyattn.attention.batch import Batch
+    from anyattn.attention.spec import AttentionSpec
 else:
     torch = lazy_import("torch")
 
@@ -35,6 +36,12 @@ class SingleToken:
                 self.kv_lens = source.kv_lens.clamp(min=1)
         else:
             self.block_table, self.kv_lens, self.max_kv_len = table_within_window(batch, window)
+
+    def buffer_like_q(self, spec: AttentionSpec) -> torch.Tensor:
+        """[num_seqs, num_qo_heads, head_dim], of the queries' dtype: it may be written to in any mode."""
+        shape, dtype = (self.kv_lens.shape[0], spec.num_qo_heads, spec.head_dim), getattr(torch, spec.dtype)
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self.kv_lens.device)
 
     def refresh(self, batch: Batch) -> None:
         """Follows the graph's batch, on the device alone."""

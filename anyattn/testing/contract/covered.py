@@ -14,6 +14,7 @@ from anyattn.platforms.base import Platform
 from anyattn.plugins.isolation import describe
 from anyattn.plugins.manager import PluginManager
 from anyattn.testing.check import CheckFailedError
+from anyattn.testing.numerics.values import num_kv_heads
 from anyattn.types import ROLES, GraphLevel, Reason, Role
 
 _HEAD_DIMS = (64, 128, 256, 80, 16, 32, 96, 192, 512)
@@ -111,9 +112,10 @@ def plain_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
         dims.append((capabilities.head_dims.example(),) * 2)
     dims += sorted(capabilities.head_dim_pairs)
     for (qk, vo), group, dtype, causal in product(dims, groups, dtypes, masks):
+        kv_heads = num_kv_heads(capabilities, group)
         yield AttentionSpec(
-            num_qo_heads=2 * group,
-            num_kv_heads=2,
+            num_qo_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
             head_dim=qk,
             v_head_dim=None if qk == vo else vo,
             dtype=dtype,

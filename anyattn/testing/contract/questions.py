@@ -20,6 +20,7 @@ _HEAD_DIM_PAIRS = ((192, 128), (64, 128), (128, 64), (32, 48))
 _MLA_DIMS = ((512, 64), (64, 16), (256, 32))
 _TOPKS = (1, 64, 100, 2048)
 _GROUP_SIZES = (1, 2, 3, 5, 7, 8, 16, 71, 1000)
+_NUMS_OF_QO_HEADS = (1, 2, 3, 5, 8, 16, 64, 128, 256, 320, 1024, 10_007)
 _PAGE_SIZES = (1, 2, 3, 16, 64, 128, 256, 1024, 10_007)
 
 
@@ -191,6 +192,19 @@ def _heads(capabilities: Capabilities) -> Iterator[Refusal]:
         ),
     )
 
+    def with_heads(covered: Covered, number: int) -> Question:
+        spec, group = covered.spec, covered.spec.group_size
+        kv_heads = 1 if spec.is_mla else number // group if number % group == 0 else number
+        return Question(asked=f"{number} query heads", spec=spec.replace(num_qo_heads=number, num_kv_heads=kv_heads))
+
+    yield Refusal(
+        what="another number of query heads",
+        field="num_qo_heads",
+        capability="num_qo_heads",
+        values=tuple(number for number in _NUMS_OF_QO_HEADS if number not in capabilities.num_qo_heads),
+        ask=with_heads,
+    )
+
 
 def _features(capabilities: Capabilities) -> Iterator[Refusal]:
     is_dense = serves_dense(capabilities)
@@ -229,7 +243,7 @@ def _features(capabilities: Capabilities) -> Iterator[Refusal]:
             field=FEATURES[pair[1]],
             capability="not_together",
             values=(pair,),
-            ask=lambda covered, pair: Question(asked=" and ".join(pair), spec=_with_both(capabilities, pair)),
+            ask=lambda covered, pair: _of_both(capabilities, covered, pair),
         )
     filled = {"decode": {"decode"}, "prefill": {"prefill", "mixed"}}
     yield Refusal(
@@ -241,6 +255,14 @@ def _features(capabilities: Capabilities) -> Iterator[Refusal]:
     )
 
 
+def _of_both(capabilities: Capabilities, covered: Covered, pair: tuple[str, str]) -> Question:
+    question = Question(asked=" and ".join(pair), spec=_with_both(capabilities, pair))
+    if "graph" not in pair:
+        return question
+    device, roles = on_a_graph_device(covered.device), _graph_roles(capabilities.graph)
+    return dataclasses.replace(question, device=device, roles=roles)
+
+
 def _with_both(capabilities: Capabilities, pair: tuple[str, str]) -> AttentionSpec:
     """A spec with two features. Raises CheckFailedError where the declaration covers none that could have both."""
     fp8 = min(capabilities.kv_dtypes & FP8_DTYPES, default="float8_e4m3fn")
@@ -250,6 +272,7 @@ def _with_both(capabilities: Capabilities, pair: tuple[str, str]) -> AttentionSp
         "non_causal": {"causal": False},
         "sliding_window": {"sliding_window": 33},
         "logits_soft_cap": {"logits_soft_cap": 30.0},
+        **({"graph": {"graph": capabilities.graph}} if capabilities.graph else {}),
         **{name: {name: True} for name in ("sinks", "alibi", "tree_mask", "return_lse", "deterministic")},
     }
     of_base = set(pair) - fields.keys()

@@ -89,6 +89,8 @@ def graph_cases(declared: Capabilities) -> list[tuple[str, Case]]:
     for case in cases_for(declared):
         if case.capability == "combinations":
             continue
+        if declared.pairs_in(case.spec.replace(graph=declared.graph)):
+            continue
         plain = base is None or _kind(case.spec) != _kind(base)  # each begins with a case that is plain
         if plain:
             base = case.spec

@@ -76,11 +76,13 @@ class Section:
         spec: Fields | None = None,
         **fields: Any,
     ) -> Iterator[Case]:
-        """One case, with the first of these pages that can hold it; none where none of them can.
+        """One case, with the first of these pages that can hold it; none where none can or the heads are too many.
 
         spec: what is other than in the base.
         """
         asked = self.base.replace(**self._rounding(spec or {}))
+        if asked.num_qo_heads not in self.declared.num_qo_heads:
+            return
         for layout, size in product(layouts or self.declared.layouts, page_sizes or self.sizes):
             if holds(asked, layout, size) and not self.declared.pairs_in(asked):
                 if "steps" not in fields:

@@ -77,7 +77,11 @@ def factors_of(declared: Capabilities, base: AttentionSpec) -> Factors:
         "dtype": sorted(declared.dtypes),
         "kv_dtype": ["auto", *sorted(kv for kv in declared.kv_dtypes if declared.dtypes - {kv})],
         **({"mla_dims": mla_dims(declared)} if base.is_mla else {"head_dims": list(head_dims(declared))}),
-        "group_size": group_sizes(declared, is_mla=base.is_mla),
+        "group_size": [
+            size
+            for size in group_sizes(declared, is_mla=base.is_mla)
+            if size * base.num_kv_heads in declared.num_qo_heads
+        ],
         "page_size": list(page_sizes(declared)),
         "layout": list(declared.layouts),
         "sliding_window": [None, *asked["sliding_window"]],
@@ -191,6 +195,7 @@ class Rules:
             "kv_dtype": {"fp8"} if value in FP8_DTYPES else set(),
             "causal": set() if value else {"non_causal"},
             "phase": {"tree_mask"} if value == "verify" else set(),
+            "graph": {"graph"} if value else set(),
         }
         return known.get(name, {name} if value and name in _FEATURES else set())
 

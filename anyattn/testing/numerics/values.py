@@ -40,9 +40,10 @@ def base_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
     groups = capabilities.group_sizes
     if (dims := next(head_dims(capabilities), None)) is not None:
         group = next((size for size in (4, *GROUP_SIZES) if size in groups), groups.example())
+        kv_heads = num_kv_heads(capabilities, group)
         yield AttentionSpec(
-            num_qo_heads=2 * group,
-            num_kv_heads=2,
+            num_qo_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
             head_dim=dims[0],
             v_head_dim=None if dims[0] == dims[1] else dims[1],
             dtype=dtype,
@@ -58,6 +59,12 @@ def base_specs(capabilities: Capabilities) -> Iterator[AttentionSpec]:
             dtype=dtype,
             causal=causal,
         )
+
+
+def num_kv_heads(capabilities: Capabilities, group_size: int) -> int:
+    """Two, where so many query heads are declared."""
+    usual = (2, 1, 3, 4, 8, 16, 32, 64)
+    return next((number for number in usual if number * group_size in capabilities.num_qo_heads), usual[0])
 
 
 def mla_dims(capabilities: Capabilities) -> list[tuple[int, int]]:

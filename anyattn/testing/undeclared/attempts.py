@@ -67,7 +67,13 @@ def attempts(capabilities: Capabilities, device: Platform) -> Iterator[Attempt]:
         *_pages(capabilities),
         *_features(capabilities),
     ):
-        yield Attempt(field=field, value=value, loosened={**_here(capabilities, device), **loosened})
+        of_graphs = field == "not_together" and "graph" in value.split(" and ")
+        yield Attempt(
+            field=field,
+            value=value,
+            loosened={**_here(capabilities, device), **loosened},
+            checks=_graph_checks if of_graphs else None,
+        )
     if not capabilities.deterministic:
         loosened = {**_here(capabilities, device), "deterministic": True}
         yield Attempt(field="deterministic", value="True", loosened=loosened, checks=_determinism_checks)

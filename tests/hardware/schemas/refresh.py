@@ -3,6 +3,9 @@
 Downloads the wheel from the package registry, installs nothing, and reads it as text. Without a name: all of them.
 A version in the command, NAME==1.2.3, is taken instead of the one below. What then changed shows in the diff of the
 JSON files, and in the tests that bind our calls to them.
+
+`aiter_repository.json` is of no wheel and not written here: it was copied by hand from the two files of ROCm/aiter that
+its field `made` names, at the commit that is its version.
 """
 
 from __future__ import annotations
