@@ -138,7 +138,7 @@ def test_declarations_of_all_kinds_keep_the_contract(fields):
         {"graph": GraphLevel.ALWAYS, "phases": frozenset({"prefill", "mixed"})},
         {"graph": GraphLevel.UNIFORM, "phases": frozenset({"decode"}), "decode_qo_len": 8},
     ],
-    ids=str,
+    ids=lambda fields: fields["graph"].name.lower(),
 )
 def test_pairs_with_graphs_are_asked_of_the_role_that_has_them(fields):
     methods = {"init_graph": lambda self, batch: batch, "refresh_graph": lambda self, plan, batch: None}
